@@ -134,14 +134,20 @@ class OptimizerIndex:
         pending: Gradient sets that a block has left scaled. They are kept when their optimizers are gone, for the next
             one that holds these tensors.
         disabled: Those given to ``initialize(enabled=False)``.
-        held: By id, the models' tensors that optimizers under amp hold or have held, whose blocks unscale the
-            gradients. Check that the tensor found is the one meant: ids are reused.
+        held: By id, the models' tensors that optimizers under amp held when sets were last made, whose gradients their
+            blocks unscale. Check that the tensor found is the one meant: ids are reused.
+        grouped: How many optimizers there were then.
+        has_scaled: Whether a loss was multiplied by a scale.
+        watches_modules: Whether torch tells of modules' ``zero_grad``.
     """
 
     live: weakref.WeakKeyDictionary[Optimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
     pending: list[GradientSet] = field(default_factory=list)
     disabled: weakref.WeakKeyDictionary[Optimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
     held: weakref.WeakValueDictionary[int, torch.Tensor] = field(default_factory=weakref.WeakValueDictionary)
+    grouped: int = 0
+    has_scaled: bool = False
+    watches_modules: bool = False
 
     def listed(self) -> list[Optimizer]:
         """Those under amp, in the order of their ``initialize`` calls."""

@@ -28,15 +28,14 @@ def register_state_dict_hooks(
     ]
 
 
-def watch_zero_grad(zeroed: Callable[[torch.nn.Module], None], undo: ExitStack) -> None:
-    """Call ``zeroed(module)`` after each ``module.zero_grad(set_to_none=False)``."""
+def watch_zero_grad(zeroed: Callable[[torch.nn.Module, bool], None], undo: ExitStack) -> None:
+    """Call ``zeroed(module, set_to_none)`` after each ``module.zero_grad()``."""
     original: Callable[..., None] = torch.nn.Module.zero_grad
 
     @functools.wraps(original)
     def zero_grad(self: torch.nn.Module, set_to_none: bool = True) -> None:
         original(self, set_to_none)
-        if not set_to_none:
-            zeroed(self)
+        zeroed(self, set_to_none)
 
     replace(torch.nn.Module, "zero_grad", zero_grad, undo)
 

@@ -33,6 +33,7 @@ from ampcompat.amp.properties import Properties, read_properties
 from ampcompat.amp.scaling import checkpoint
 from ampcompat.amp.scaling import optimizer as amp_optimizer
 from ampcompat.amp.scaling.checkpoint import load_state_dict, state_dict
+from ampcompat.amp.scaling.gradient_sets import regroup, watch_modules
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session, release_casts
 
@@ -323,7 +324,6 @@ def _take_over(session: Session, objects: _Objects) -> None:
     _collect_replaced(objects.optimizers)
     view = _view_of(session, objects)
     policy = session.policy
-    scaled = _scaled_for_no_optimizer(objects.optimizers)
     with ExitStack() as undo:
         undo.callback(set_ambient, state.casts.device_types)
         undo.callback(session.end_casts)
@@ -342,6 +342,7 @@ def _take_over(session: Session, objects: _Objects) -> None:
                 amp_optimizer.attach(optimizer, session)
             else:
                 _release_optimizer(optimizer)
+        regroup()
         if session.enabled:
             ddp.install()
             session.begin_casts()
@@ -349,9 +350,10 @@ def _take_over(session: Session, objects: _Objects) -> None:
                 watch_torch()
             _apply_loaded_scalers(session)
         undo.pop_all()
+    if session.enabled:
+        watch_modules()
     state.view = view
     state.session = session
-    amp_optimizer.drop_scaled_gradients(scaled)
     if objects.models and not session.enabled:
         release_casts()  # ambient casts stay while other models need them for their losses
 
@@ -413,19 +415,6 @@ def _release_optimizer(optimizer: Optimizer) -> None:
     if "_amp_stash" in vars(optimizer):
         amp_optimizer.detach(optimizer)
     state.optimizers.disabled[optimizer] = None
-
-
-def _scaled_for_no_optimizer(optimizers: list[Optimizer]) -> list[torch.Tensor]:
-    """The params of ``optimizers`` that blocks have reached while no optimizer under amp held them (a frozen stage)."""
-    params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
-    new = [param for param in amp_optimizer.never_held(params) if param.grad is not None]
-    if not new or state.session is None:
-        return []
-    sessions = [state.session, *(optimizer._amp_stash.session for optimizer in state.optimizers.listed())]
-    if not any(scaler.has_scaled for each in sessions for scaler in each.scalers):
-        return []
-    under_amp = {id(param) for model in state.models.live for param in model.parameters()}
-    return [param for param in new if id(param) in under_amp]
 
 
 def _apply_loaded_scalers(session: Session) -> None:

@@ -302,9 +302,10 @@ def waiting_gradients_are_dropped(level: str) -> None:
 
     block(0, sync=True)
     want = gradients_of(optimizer)
-    for drop in ("zero_grad", "raise"):
+    for drop in ("zero_grad", "raise", "raise at once"):
         optimizer.zero_grad()
-        block(1, sync=False)
+        if drop != "raise at once":
+            block(1, sync=False)
         if drop == "zero_grad":
             optimizer.zero_grad()
         else:

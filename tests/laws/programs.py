@@ -76,6 +76,14 @@ def join(config, optimizers, tensors):
             optimizer.add_param_group({"params": mine, "lr": 0.25})
 
 
+def leave(optimizer):
+    """Take a parameter out of ``optimizer``, and return it."""
+    group = [group for group in optimizer.param_groups if group["params"]][-1]
+    param = group["params"].pop()
+    optimizer.state.pop(param, None)
+    return param
+
+
 # -- changes of the models themselves ----------------------------------------------------------------------------------
 #: Weights laid out anew; a layer given to another model.
 CHANGES = ("lay_out", "graft")
@@ -221,7 +229,7 @@ def share_late(rng, config, optimizers):
 
 
 OTHERS = ("edit", "nested", "load_scaler", "clip", "save", "snapshot", "rewind", "write", "join", "scale", "freeze")
-OTHERS += ("plain", *CHANGES)
+OTHERS += ("plain", "leave", "come_back", *CHANGES)
 EDITS = ("half", "nothing", "value")
 INSIDE = ("clear", "clear", "step", "block", "block", "clip", "scale")
 

@@ -169,8 +169,10 @@ class GradientSet:
     def end_step(self, one, skipped):
         """``one`` has stepped; ``skipped``: None where only the device knows."""
         self.users[one] = True
-        if not all(self.users.values()):
-            return
+        if all(self.users.values()):
+            self.use_up(skipped)
+
+    def use_up(self, skipped):
         for weight in self.weights:
             if weight.has_master:
                 weight.forget()
@@ -265,7 +267,8 @@ class Reference:
         made = programs.make_optimizers(config, [w.value for w in self.weights])
         self.optimizers = [Optimizer(one, []) for one in made]
         self.dead = []  # weights that optimizers hold and no model does, where others are seen in their stead
-        self.changes = 0  # of the models themselves: a run that is made anew has none
+        self.changes = 0  # of models, and of what optimizers hold: a run that is made anew has none
+        self.away = []  # weights that an optimizer has let go, and which
         self.sets = []
         self.list_weights()
         dynamic = level in ("O1", "O2") and self.half is torch.float16
@@ -306,6 +309,8 @@ class Reference:
                 by_old[GradientSet()] = new
             for old, weights in by_old.items():
                 self.sets.append(old.part(weights, holders))
+                if self.sets[-1].users and all(self.sets[-1].users.values()):
+                    self.sets[-1].use_up(None)
                 for one in holders:
                     one.sets.append(self.sets[-1])
 
@@ -383,12 +388,40 @@ class Reference:
             return False
         late = [w for w, _ in late if self.owner(w) is None]
         programs.join(self.config, [one.torch for one in self.optimizers], [w.value for w in self.weights])
-        self.list_weights()
         self.joined = True
+        self.welcome(late)
+        return True
+
+    def welcome(self, late):
+        """``late`` were held by no optimizer: what blocks have left them is scaled, by whatever scales."""
+        self.list_weights()
         if self.has_scaled and any(scaler.dynamic or scaler.scale != 1.0 for scaler in self.scalers):
-            for weight in late:  # what blocks have left to weights of no optimizer is scaled, by whatever scales
-                if not weight.has_master and not any(each.pending for each in self.owner(weight).sets):
+            for weight in late:
+                if not any(each.pending for each in self.sets if weight in each.weights):
                     weight.leaf.grad = None
+                    if weight.has_master:
+                        weight.forget()
+
+    def leave(self, step):
+        one = self.optimizers[step["optimizer"]]
+        if len(one.weights) < 2:
+            return False
+        weight = one.weights[-1]
+        programs.leave(one.torch)
+        weight.is_saved = True  # its master stays
+        self.away.append((step["optimizer"], weight))
+        self.changes += 1
+        self.list_weights()
+        return True
+
+    def come_back(self, step):
+        if not self.away or self.away[-1][1] in self.optimizers[self.away[-1][0]].weights:
+            return False
+        number, weight = self.away.pop()
+        late = [] if self.owner(weight) else [weight]
+        self.optimizers[number].torch.param_groups[0]["params"].append(weight.value)
+        self.changes += 1
+        self.welcome(late)
         return True
 
     def plain(self, step):
@@ -564,13 +597,18 @@ class Reference:
             one.zero_grad(how == "none")
             return
         for weight in self.cleared_by(step):
+            if who == "model":
+                for each in self.sets:
+                    each.saved.pop(weight, None)
             if how == "none":
                 weight.leaf.grad = None
-                if weight.shown is not None and weight.value.grad is not None:
+                if who == "model" and weight.has_master:
+                    weight.forget()
+                elif weight.shown is not None and weight.value.grad is not None:
                     weight.forget()
                     weight.cleared = True
             elif who == "model" and weight.has_master and (self.owner(weight) or weight.is_saved):
-                weight.zero()
+                weight.zero() if weight.leaf.grad is not None else weight.forget()
             elif weight.leaf.grad is not None:  # by hand: masters do not hear of it
                 weight.leaf.grad.zero_()
 

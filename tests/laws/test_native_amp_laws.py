@@ -22,7 +22,7 @@ from ampcompat.tools.migrate import native_amp
 
 LEVELS = {"O0": "O0", "O1": "O1", "O2": "O1", "O3": "O1", "O4": "O4", "O5": "O4"}
 #: Steps about master weights, and about what a script cannot ask of the file.
-LEFT_OUT = (*programs.CHANGES, "write", "load_scaler", "save")
+LEFT_OUT = (*programs.CHANGES, "leave", "come_back", "write", "load_scaler", "save")
 
 
 def fresh():
@@ -169,9 +169,10 @@ def run(program):
     """Run the reference, then the file, and compare what is seen after every step.
 
     A program ends where amp refuses a step; where a block is delayed on top of gradients from before it (amp keeps
-    these apart until the last block, the file adds them); where weights join that have gradients (amp clears scaled
-    ones); where delayed gradients are unscaled under another loss_id (amp moves both scales); where weights become inf
-    or NaN, by a step of gradients that the block of another optimizer left (the file skips it).
+    these apart until the last block, the file adds them); where one optimizer uses or clears delayed gradients that
+    another shares (the file refuses the next step); where weights join that have gradients (amp clears scaled ones);
+    where delayed gradients are unscaled under another loss_id (amp moves both scales); where weights become inf or NaN,
+    by a step of gradients that the block of another optimizer left (the file skips it).
     """
     reference = Reference(program["config"])
     expected = [reference.seen()]
@@ -182,6 +183,8 @@ def run(program):
         if one["do"] == "join" and any(weight.leaf.grad is not None for weight in reference.weights):
             break
         if one["do"] == "block" and moves_two_scales(reference, one):
+            break
+        if one["do"] in ("block", "step", "clear") and finds_delayed_of_others(reference, one):
             break
         fate = reference.take(one)
         if fate == "refused" or is_broken(reference):
@@ -208,6 +211,12 @@ def moves_two_scales(reference, step):
     sets = reference.sets_of([reference.optimizers[n] for n in step["optimizers"]])
     pending = [each.pending for each in sets]
     return any(one is not None and one.scalers != [scaler] for one in pending)
+
+
+def finds_delayed_of_others(reference, step):
+    chosen = [reference.optimizers[n] for n in step.get("optimizers", [step["optimizer"]])]
+    users = [user for each in reference.sets_of(chosen) if each.pending for user in each.users]
+    return any(user not in chosen for user in users)
 
 
 def without_skips(seen):

@@ -32,6 +32,7 @@ class Real:
 
     def make(self, seed):
         config = self.config
+        self.away = []
         reset()
         self.models, self.weights = programs.build(config, seed)
         self.optimizers = programs.make_optimizers(config, self.weights)
@@ -150,6 +151,18 @@ class Real:
 
     def join(self, step):
         programs.join(self.config, self.optimizers, self.weights)
+        for optimizer in self.optimizers:
+            amp.master_params(optimizer)  # has masters follow
+
+    def leave(self, step):
+        optimizer = self.optimizers[step["optimizer"]]
+        self.away.append((optimizer, programs.leave(optimizer)))
+        amp.master_params(optimizer)  # has amp see it
+
+    def come_back(self, step):
+        optimizer, param = self.away.pop()
+        optimizer.param_groups[0]["params"].append(param)
+        amp.master_params(optimizer)
 
     def scale(self, step):
         amp._amp_state.loss_scalers[step["loss_id"]]._loss_scale = step["value"]

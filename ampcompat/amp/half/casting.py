@@ -59,7 +59,9 @@ def cast_weights(
             unhook(module)
         else:
             hook(module, target, has_masters)
-            _halve(module, target, before, trained, unshared)
+            _halve(module, target, before, has_masters, trained, unshared)
+            if not has_masters:
+                set_masters(module, {})
 
 
 def target_dtype(
@@ -101,6 +103,7 @@ def _halve(
     module: torch.nn.Module,
     dtype: torch.dtype,
     before: _ModuleBefore,
+    has_masters: bool,
     trained: Collection[int],
     unshared: torch.Tensor,
 ) -> None:
@@ -117,7 +120,11 @@ def _halve(
             if master is not None:
                 master.dtype = dtype
                 master.push()
-        if _is_trained(tensor, master, trained):
+        if master is not None and not has_masters:
+            before.note(tensor, master)
+            tensor.grad = None
+            master.retire()
+        elif _is_trained(tensor, master, trained):
             if adopts:
                 exact = torch.nn.Parameter(exact, tensor.requires_grad)
             ensure_master(module, name, exact, adopt=adopts)

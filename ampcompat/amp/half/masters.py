@@ -452,7 +452,13 @@ def zero_gradients(masters: Iterable[Master]) -> None:
         master.added_grad = (half_grad, half_grad._version)
 
 
-def _module_zeroed(module: torch.nn.Module) -> None:
-    """Have masters follow ``module.zero_grad(set_to_none=False)``."""
-    masters = [master_of(param) for param in module.parameters()]
-    zero_gradients(master for master in masters if master is not None)
+def _module_zeroed(module: torch.nn.Module, set_to_none: bool) -> None:
+    """Have masters follow ``module.zero_grad()``."""
+    for param in module.parameters():
+        master = master_of(param)
+        if master is None:
+            continue
+        if set_to_none or master.half.grad is None:  # in an open block it is None, and what had accumulated goes
+            master.drop_gradient()
+        else:
+            zero_gradients([master])

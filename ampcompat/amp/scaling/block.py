@@ -19,7 +19,7 @@ from ampcompat.amp.casts.ambience import assert_ambience
 from ampcompat.amp.hints import add_hint
 from ampcompat.amp.observers import notify
 from ampcompat.amp.scaling import misuse, passes
-from ampcompat.amp.scaling.gradient_sets import GradientSet, GradientState, all_sets, sets_of
+from ampcompat.amp.scaling.gradient_sets import GradientSet, GradientState, all_sets, regroup, sets_of
 from ampcompat.amp.scaling.scaler import LossScaler, check_scaler
 from ampcompat.amp.scaling.session import DISABLED, Session
 
@@ -131,12 +131,15 @@ class Block:
         casts = state.casts
         if casts.device_types and torch.is_autocast_enabled(casts.device_types[0]) != (casts.ambient is not None):
             assert_ambience()
+        self._look_up()
         sets = sets_of(self.optimizers)
-        self._refuse_inside_another(sets)
         needs_scale = self._look_at(sets)
+        self._refuse_inside_another(sets)
         if state.observers:
             notify("on_scale_loss", self.loss, self.scaler, self.optimizers)
         if self.is_plain:
+            for gradient_set in sets:
+                gradient_set.block = self
             return self.loss.float()
         try:
             passes.begin(self.optimizers, self, self.scaler, self.delay)
@@ -145,18 +148,30 @@ class Block:
             self._undo()
             raise
 
+    def _look_up(self) -> None:
+        """Bring gradient sets up to date: groups may have changed, or an optimizer may be gone."""
+        for optimizer in self.optimizers:
+            optimizer._amp_stash.look_up(optimizer)
+        if len(state.optimizers.live) != state.optimizers.grouped:
+            regroup()
+
     def _refuse_inside_another(self, sets: Sequence[GradientSet]) -> None:
-        """Refuse a block inside one that gives gradients to the same tensors."""
+        """Refuse a block inside one that gives gradients to the same tensors, unless both are plain."""
         for gradient_set in sets:
-            if gradient_set.block is not None:
+            outer = gradient_set.block
+            if outer is not None and not (outer.is_plain and self.is_plain):
                 _refuse_inner_block(gradient_set.block.optimizers, self.optimizers)
 
     def _look_at(self, sets: Sequence[GradientSet]) -> bool:
         """Set ``is_plain``, and return whether the loss is multiplied by a scale at all."""
-        is_one = self.scaler.is_one
+        scaler = self.scaler
+        if scaler.dynamic or scaler.core.initial != 1.0:
+            state.optimizers.has_scaled = True
+        is_one = scaler.is_one
         has_masters = False
         for optimizer in self.optimizers:
-            if optimizer._amp_stash.session.policy.master_weights:
+            stash = optimizer._amp_stash
+            if stash.masters or stash.session.policy.master_weights:
                 has_masters = True
         for each in sets:
             if each.pending is not None or each.overflows:
@@ -194,6 +209,7 @@ class Block:
         sets = sets_of(self.optimizers)
         if self.is_plain:
             for gradient_set in sets:
+                gradient_set.block = None
                 gradient_set.note_new(has_new_grads=True)
         else:
             try:
@@ -202,8 +218,10 @@ class Block:
                     return
                 has_new_grads = passes.end(sets, self.optimizers, self.scaler, self.scale, self.moves_scale)
             except BaseException:
-                passes.lose(sets, self.optimizers, self.scaler)
+                passes.lose(sets, self.scaler)
                 raise
+            finally:
+                passes.note_users(self.optimizers)
             is_unused = self.backward_calls is not None and not self.backward_calls
             if has_new_grads and is_unused:
                 misuse.warn_of("unscaled loss in a block")
@@ -220,10 +238,13 @@ class Block:
 
     def _undo(self) -> None:
         """Put gradients back to what they were at entry, as far as they can be: the block raised."""
+        sets = [each for each in sets_of(self.optimizers) if each.block is self]
         if self.is_plain:
+            for gradient_set in sets:
+                gradient_set.block = None
             return
         self.scaler.forget_found_inf()
-        passes.undo([each for each in sets_of(self.optimizers) if each.block is self], self.scale)
+        passes.undo(sets, self.scale)
 
 
 class Bystander(NamedTuple):

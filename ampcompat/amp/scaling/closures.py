@@ -12,6 +12,7 @@ from ampcompat.amp.casts.contexts import Saved, restored
 from ampcompat.amp.half.masters import settle
 from ampcompat.amp.scaling.gradient_sets import GradientState
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
+from ampcompat.amp.scaling.passes import begin_anew
 from ampcompat.amp.scaling.steps import finish, gradients_for_step, prepare
 
 
@@ -35,6 +36,8 @@ def step_with_closure(
     it stops where it is, or goes back to where it was.
     """
     stash: AmpOptimizerState = optimizer._amp_stash
+    for gradient_set in stash.sets:
+        begin_anew(gradient_set, [optimizer])
     has_gradients = any(each.state is not GradientState.NONE for each in stash.sets)
     acts_before = has_gradients and not _evaluates_first(optimizer)
     closure_step = _ClosureStep(optimizer, closure, outside, acts_before)

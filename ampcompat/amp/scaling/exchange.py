@@ -83,18 +83,16 @@ def _model_tensor(param: torch.Tensor) -> torch.Tensor:
 def _master_to_step(param: torch.Tensor, session: Session) -> Master | None:
     """The master that an optimizer of ``session`` steps for ``param``; None where it steps the model's own tensor.
 
-    Made if missing, together with the hooks of a module that was added after ``initialize``. A half parameter of no
-    model has a master that nothing holds but its optimizer's list of them.
+    Where there is one, every optimizer steps it. It is made if the session wants it, together with the hooks of a
+    module that was added after ``initialize``. A half parameter of no model has a master that nothing holds but its
+    optimizer's list of them.
     """
-    has_masters = session.policy.master_weights
-    master = master_of(param)
-    if master is not None and master.value is param:
-        was_cast_back = master.half.dtype == torch.float32  # by a later call, at another level
-        return master if has_masters and not was_cast_back else None
+    master = master_of(_model_tensor(param))
+    if master is not None:
+        return master
     if param.dtype not in HALF_DTYPES:
         return None
-    if master is not None:
-        return master if has_masters else None
+    has_masters = session.policy.master_weights
     if session.policy.half_dtype is None:  # half by the script's own doing
         return None
     slots = _slots_of(param)

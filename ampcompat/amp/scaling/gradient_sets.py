@@ -47,7 +47,7 @@ apex kept lists of gradients for each optimizer, and no state (``apex/amp/_proce
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -58,6 +58,7 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import Master
+from ampcompat.amp.scaling import misuse
 from ampcompat.amp.scaling.scaler import MAX_FLAGS, LossScaler
 
 
@@ -221,7 +222,6 @@ class GradientSet:
             state.optimizers.pending.append(self)
         self.pending = pending
         self.state = GradientState.PENDING
-        self.block = None
 
     def note_unscaled(self) -> None:
         """Note that what was still scaled is unscaled now, or gone."""
@@ -237,6 +237,7 @@ class GradientSet:
             master.drop_gradient()
         for param in self.direct:
             param.grad = None
+        self._drop_waiting()
         self.close()
         self.overflows = []
         self.state = GradientState.LOST
@@ -271,12 +272,21 @@ class GradientSet:
         """Note that ``zero_grad`` has cleared or zeroed all gradients."""
         self.saved = []
         if self.pending is not None:
-            for adapter in state.adapters:
-                adapter.drop_waiting_gradients(self.leaves())
+            self._drop_waiting()
             self.note_unscaled()
         if self.state is not GradientState.LOST:
             self._forget()
             self.state = GradientState.NONE
+
+    def undo(self) -> None:
+        """Drop what a block has given that raised, and what it may have added to: gradients still scaled."""
+        for leaf in self.leaves():
+            leaf.grad = None
+        self._drop_waiting()
+
+    def _drop_waiting(self) -> None:
+        for adapter in state.adapters:
+            adapter.drop_waiting_gradients(self.leaves())
 
     # -- other holders -------------------------------------------------------------------------------------------------
     def part(self, masters: list[Master], direct: list[torch.Tensor], holders: Sequence[Optimizer]) -> GradientSet:
@@ -314,6 +324,23 @@ def all_sets() -> list[GradientSet]:
     return sets_of(state.optimizers.listed())
 
 
+def watch_modules() -> None:
+    """Have saved gradients follow modules' ``zero_grad``; until a reset."""
+    if not state.optimizers.watches_modules:
+        state.optimizers.watches_modules = True
+        _torch.watch_zero_grad(_drop_saved, state.undo)
+
+
+def _drop_saved(module: torch.nn.Module, set_to_none: bool) -> None:
+    """Drop what is saved of the parameters of ``module``, whose ``zero_grad`` was called."""
+    with_saved = [each for each in all_sets() if each.saved]
+    if not with_saved:
+        return
+    cleared = set(map(id, module.parameters()))
+    for each in with_saved:
+        each.saved = [(param, grad) for param, grad in each.saved if id(param) not in cleared]
+
+
 class _Members:
     """The tensors of a set in the making: those that some optimizers hold, and that have come from one older set."""
 
@@ -333,30 +360,65 @@ def regroup() -> None:
     """Bring the sets of all optimizers up to date with what each of them holds.
 
     A set that falls apart passes its state on to each part. Tensors that no set had join the set of their holders.
-    Gradients that are still scaled outlive the optimizers of their blocks: the next optimizer of these tensors goes on
-    with them, as with any gradient in plain torch.
+
+    An optimizer goes on with the gradients of one that is gone, also where they are still scaled, as in plain torch.
+    Those of tensors that no optimizer held for a while are dropped: blocks give gradients to every tensor of a loss,
+    and unscale those of their optimizers.
     """
-    optimizers = state.optimizers.listed()
+    index = state.optimizers
+    optimizers = index.listed()
     groups = _members_by_holders(optimizers)
+    held_before = index.held
+    index.held = weakref.WeakValueDictionary()
+    index.pending = []
+    index.grouped = len(optimizers)
     for optimizer in optimizers:
         optimizer._amp_stash.sets = []
-    state.optimizers.pending = []
+        index.held.update({id(leaf): leaf for leaf in optimizer._amp_stash.leaves()})
     for members_by_set in groups:
         newcomers = members_by_set.pop(None, None)
         if newcomers is not None and members_by_set:
-            joined = next(iter(members_by_set.values()))
-            joined.masters += newcomers.masters
-            joined.direct += newcomers.direct
+            joined, members = next(iter(members_by_set.items()))
+            if joined is not None and joined.pending is None:
+                _drop_scaled(newcomers, held_before)
+            members.masters += newcomers.masters
+            members.direct += newcomers.direct
         elif newcomers is not None:
-            members_by_set[GradientSet()] = newcomers
+            _drop_scaled(newcomers, held_before)
+            # An optimizer that is gone may have left gradients that are not finite.
+            members_by_set[GradientSet(has_old_overflow=index.has_scaled)] = newcomers
         for old, members in members_by_set.items():
-            if old is None:
-                continue
-            made = old.part(members.masters, members.direct, members.holders)
-            if made.pending is not None:
-                state.optimizers.pending.append(made)
-            for optimizer in members.holders:
-                optimizer._amp_stash.sets.append(made)
+            if old is not None:
+                _put_in_place(old.part(members.masters, members.direct, members.holders), members.holders)
+
+
+def _put_in_place(made: GradientSet, holders: list[Optimizer]) -> None:
+    """Give a set to its holders; used up if a user that has yet to step does not hold it any more, or is gone."""
+    if made.pending is not None:
+        state.optimizers.pending.append(made)
+    if made.users and not made._has_waiting_user():
+        made._use_up(skipped=None)
+    for optimizer in holders:
+        optimizer._amp_stash.sets.append(made)
+
+
+def _drop_scaled(newcomers: _Members, held_before: Mapping[int, torch.Tensor]) -> None:
+    """Clear gradients of ``newcomers`` that are none of ``held_before``, if a loss was scaled yet."""
+    if not state.optimizers.has_scaled:
+        return
+    for master in newcomers.masters:
+        if held_before.get(id(master.half)) is not master.half:
+            master.drop_gradient()
+            _drop_scaled_gradient(master.half)
+    for param in newcomers.direct:
+        if held_before.get(id(param)) is not param:
+            _drop_scaled_gradient(param)
+
+
+def _drop_scaled_gradient(leaf: torch.Tensor) -> None:
+    if leaf.grad is not None:
+        leaf.grad = None
+        misuse.warn_of("scaled gradients of a later param")
 
 
 def _members_by_holders(optimizers: list[Optimizer]) -> list[dict[GradientSet | None, _Members]]:

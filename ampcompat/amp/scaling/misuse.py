@@ -25,10 +25,9 @@ _MISTAKES = {
     " weights with it has yet to step with the gradients of earlier blocks - a step uses up the gradients of master"
     " weights (O2, O5), and those of shared ones make place for the new - step with both optimizers before the next"
     " block, or call zero_grad() of the one that is not to step (D39).",
-    "scaled gradients of a later param": "A parameter with a gradient was added to an optimizer, and no optimizer under"
-    " amp held it before - earlier blocks have left that gradient multiplied by their loss scales, so it was cleared -"
-    " call zero_grad() of the model before add_param_group (or amp.initialize of a new optimizer), or give it to an"
-    " optimizer before the first block.",
+    "scaled gradients of a later param": "A parameter with a gradient came to an optimizer, and no optimizer under amp"
+    " held it just before - what blocks of others have added to that gradient is multiplied by their loss scales, so it"
+    " was cleared - call zero_grad() of the model before add_param_group (or amp.initialize of a new optimizer).",
     "scaled gradients of another block": "optimizer.step() with gradients that a scale_loss block of another optimizer"
     " has added to (a generator's loss reaches the discriminator) - what it has added is still multiplied by the loss"
     " scale - step before that block, give the block both optimizers: `with amp.scale_loss(loss, [optimizer_a,"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any, NoReturn
 
@@ -22,26 +22,28 @@ from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.casts.contexts import CastsOff, save
 from ampcompat.amp.half.masters import Master, drop_cleared_gradients, master_of, push_all, zero_gradients
-from ampcompat.amp.scaling import block, misuse, passes
+from ampcompat.amp.scaling import block, passes
 from ampcompat.amp.scaling.closures import step_with_closure
 from ampcompat.amp.scaling.exchange import give_back_params, inner_optimizers, match_state
-from ampcompat.amp.scaling.gradient_sets import regroup
+from ampcompat.amp.scaling.gradient_sets import regroup, sets_of
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
 from ampcompat.amp.scaling.session import Session
 from ampcompat.amp.scaling.steps import is_plain, plain_step, scaled_step
 
 
 def attach(optimizer: Optimizer, session: Session) -> None:
-    """Put ``optimizer`` under ``session``; one that an earlier call owned changes hands, with its gradients."""
+    """Put ``optimizer`` under ``session``; one that an earlier call owned changes hands, with its gradients.
+
+    The caller calls ``regroup`` when it has attached all.
+    """
     earlier: AmpOptimizerState | None = getattr(optimizer, "_amp_stash", None)
     # A copy, so that the earlier one can be put back if ``initialize`` fails.
     stash = AmpOptimizerState(session) if earlier is None else copy.copy(earlier)
     stash.session = session
-    stash.groups = []  # so that it is looked up, and adopts masters
     optimizer._amp_stash = stash
     state.optimizers.live[optimizer] = None
     state.optimizers.disabled.pop(optimizer, None)
-    stash.look_up(optimizer)
+    stash.adopt(optimizer)
     match_state(optimizer)
     for name, action in _LEGACY_METHODS.items():
         setattr(optimizer, name, types.MethodType(action, optimizer))
@@ -54,12 +56,14 @@ def attach(optimizer: Optimizer, session: Session) -> None:
 def detach(optimizer: Optimizer) -> None:
     """Undo :func:`attach`, but for the wrappers of methods, which pass on.
 
-    Where gradients are still scaled (pending), the ``p.grad`` of all parameters are cleared.
+    Where gradients are still scaled (pending), and no other optimizer holds them, they are cleared.
     """
     stash: AmpOptimizerState = optimizer._amp_stash
     stash.look_up(optimizer)
+    others = [other for other in state.optimizers.listed() if other is not optimizer]
+    theirs = sets_of(others)
     for gradient_set in stash.sets:
-        if gradient_set.pending is not None:
+        if gradient_set.pending is not None and gradient_set not in theirs:
             for leaf in gradient_set.leaves():
                 leaf.grad = None
             gradient_set.clear()
@@ -77,6 +81,8 @@ def remember(optimizer: Optimizer, undo: ExitStack) -> None:
     for each in (optimizer, *inner_optimizers(optimizer)):
         for group in each.param_groups:
             undo.callback(group["params"].__setitem__, slice(None), list(group["params"]))
+            for param in group["params"]:
+                undo.callback(setattr, param, "grad", param.grad)
         undo.callback(each.state.update, dict(each.state))
         undo.callback(each.state.clear)
     undo.callback(vars(optimizer).update, dict(vars(optimizer)))
@@ -109,8 +115,9 @@ def step(optimizer: Optimizer, original: Callable[..., Any], closure: Any = None
     takes ``found_inf``, or where nothing is scaled.
     """
     stash: AmpOptimizerState = optimizer._amp_stash
+    stash.look_up(optimizer)
     for gradient_set in stash.sets:
-        if gradient_set.block is not None:
+        if gradient_set.block is not None and not gradient_set.block.is_plain:
             _refuse_in_block(optimizer, gradient_set.block)
     if closure is not None and not callable(closure):
         raise TypeError(
@@ -165,6 +172,7 @@ def step_was_skipped(optimizer: Any) -> bool:
 def _zero_grad(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Clear master gradients as asked, and the half gradients of the model with them."""
     stash: AmpOptimizerState = optimizer._amp_stash
+    stash.look_up(optimizer)
     if stash.masters:
         drop_cleared_gradients(stash.masters)  # before what is None becomes zeros
     original(*args, **kwargs)
@@ -204,29 +212,7 @@ def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: 
             "some parameters appear in more than one parameter group - the optimizer holds their float32 masters"
             " already - leave them out of the new group."
         )
-    new = never_held(added)
     stash.look_up(optimizer)
-    was_a_loss_scaled = any(scaler.has_scaled for scaler in stash.session.scalers)
-    if was_a_loss_scaled and not stash.params_have_scaled_gradients:
-        drop_scaled_gradients(new)
-
-
-def never_held(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of ``params`` that no optimizer under amp holds or has held."""
-    held = state.optimizers.held
-    return [param for param in params if held.get(id(param)) is not param]
-
-
-def drop_scaled_gradients(params: list[torch.Tensor]) -> None:
-    """Clear ``p.grad`` of those of ``params`` without masters, which no optimizer under amp has held before.
-
-    Blocks give gradients to every parameter of a model, and unscale those of their optimizers: what the others have
-    accumulated is still multiplied by the scales of that time. (The next block drops that of half params with masters.)
-    """
-    for param in params:
-        if param.grad is not None and master_of(param) is None:
-            param.grad = None
-            misuse.warn_of("scaled gradients of a later param")
 
 
 # -- apex's private names ----------------------------------------------------------------------------------------------

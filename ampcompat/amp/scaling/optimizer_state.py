@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from ampcompat import _torch
-from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES, Optimizer
 from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.half.masters import Master, drop_cleared_gradients, master_of, settle
@@ -92,6 +93,16 @@ class AmpOptimizerState:
                 return param.grad
         return None
 
+    @contextmanager
+    def showing(self, sets: list[GradientSet]) -> Iterator[None]:
+        """Context in which ``sets`` are those of this optimizer."""
+        own = self.sets
+        self.sets = sets
+        try:
+            yield
+        finally:
+            self.sets = own
+
     def take_saved(self, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """The saved gradients of ``params``; the caller adds them."""
         self.saved_grads_taken = True
@@ -99,16 +110,18 @@ class AmpOptimizerState:
         return [saved.get(id(param)) for param in params]
 
     def look_up(self, optimizer: Optimizer) -> None:
-        """Bring masters and direct params up to date where the groups of ``optimizer`` changed."""
-        if self._is_up_to_date(optimizer):
-            return
+        """Bring masters, direct params and sets up to date where the groups of ``optimizer`` changed."""
+        if not self._is_up_to_date(optimizer):
+            self.adopt(optimizer)
+            regroup()
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Have ``optimizer`` hold masters of its half params, and note what it holds."""
         self.masters = adopt_masters(optimizer, self.session)
         sides = {id(tensor) for master in self.masters for tensor in (master.half, master.value)}
         held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
         self.direct = [param for key, param in held.items() if key not in sides]
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
-        state.optimizers.held.update({id(leaf): leaf for leaf in self.leaves()})
-        regroup()
 
     def _is_up_to_date(self, optimizer: Optimizer) -> bool:
         """Whether the groups hold the very params that they held when they were last looked up."""

@@ -20,7 +20,13 @@ from ampcompat.amp.scaling import misuse
 from ampcompat.amp.scaling.gradient_sets import GradientSet, Overflow, Pending, all_sets, sets_of
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
-from ampcompat.amp.scaling.unscaling import mirror_to_half, rescale_pending, save_grads, unscale_new
+from ampcompat.amp.scaling.unscaling import (
+    look_at_half_gradients,
+    mirror_to_half,
+    rescale_pending,
+    save_grads,
+    unscale_new,
+)
 
 
 # -- its beginning -----------------------------------------------------------------------------------------------------
@@ -28,23 +34,26 @@ def begin(optimizers: Sequence[Optimizer], block: Any, scaler: LossScaler, delay
     """Save older gradients for a backward pass; ``delay``: its end leaves its gradients scaled."""
     for optimizer in optimizers:
         stash: AmpOptimizerState = optimizer._amp_stash
-        stash.look_up(optimizer)
         if stash.undecided_steps:
             stash.report_arrived()
-    if len(state.optimizers.live) > 1:
-        _drop_cleared_elsewhere()
     sets = sets_of(optimizers)
+    for gradient_set in all_sets() if len(state.optimizers.live) > 1 else sets:
+        look_at_half_gradients(gradient_set)  # of other sets too, before the backward pass may add to them
     for gradient_set in sets:
+        gradient_set.reset_if_cleared()
+        begin_anew(gradient_set, optimizers)
         if gradient_set.pending is not None:
             rescale_pending(gradient_set, gradient_set.pending, scaler)
     for optimizer in optimizers:
         _save_or_prepare(optimizer, delay)
         for gradient_set in optimizer._amp_stash.sets:
             gradient_set.block = block  # from here on, an exception puts back what was saved
-    for gradient_set in sets:
-        gradient_set.reset_if_cleared()
-        if gradient_set.begin_anew(optimizers):
-            misuse.warn_of("shared gradients dropped")
+
+
+def begin_anew(gradient_set: GradientSet, by: Sequence[Optimizer]) -> None:
+    """Drop what an optimizer among ``by`` has stepped with; warn where another has yet to."""
+    if gradient_set.begin_anew(by):
+        misuse.warn_of("shared gradients dropped")
 
 
 def _save_or_prepare(optimizer: Optimizer, delay: bool) -> None:
@@ -54,12 +63,6 @@ def _save_or_prepare(optimizer: Optimizer, delay: bool) -> None:
         _save_grads_of(optimizer._amp_stash)
     else:
         prepare()
-
-
-def _drop_cleared_elsewhere() -> None:
-    """See which gradients of other sets were cleared, before the backward pass may add to them."""
-    for gradient_set in all_sets():
-        drop_cleared_gradients(gradient_set.masters)
 
 
 def prepare_amp_backward(optimizer: Optimizer) -> None:
@@ -110,7 +113,6 @@ def end(
         gradient_set.note_new(new[gradient_set], has_new_grads)
         if overflows:
             gradient_set.note_overflows(overflows)
-    _note_users(optimizers)
     return has_new_grads
 
 
@@ -121,12 +123,16 @@ def _unscale_by_scripts(optimizers: Iterable[Optimizer], scaler: LossScaler) -> 
         post = replaced(optimizer, "_post_amp_backward", post_amp_backward)
         if post is None:
             continue
+        if not new:
+            scaler.forget_last_pass()
         stash: AmpOptimizerState = optimizer._amp_stash
-        for gradient_set in stash.sets:
+        sets = [each for each in stash.sets if each not in new]
+        for gradient_set in sets:
             new[gradient_set] = any(leaf.grad is not None for leaf in gradient_set.leaves())
         stash.saved_grads_taken = False
-        post(scaler)
-        for gradient_set in stash.sets:
+        with stash.showing(sets):  # where it calls ours, that unscales no set twice
+            post(scaler)
+        for gradient_set in sets:
             if not stash.saved_grads_taken:
                 gradient_set.add_saved()
             for master in gradient_set.masters:
@@ -164,8 +170,8 @@ def leave_pending(optimizers: Sequence[Optimizer], scaler: LossScaler, scale: to
         if gradient_set.pending is not None:
             pending.scalers.update(gradient_set.pending.scalers)
     for gradient_set in sets:
+        gradient_set.block = None
         gradient_set.pend(pending)
-    _note_users(optimizers)
 
 
 def end_pending(gradient_set: GradientSet) -> None:
@@ -173,18 +179,19 @@ def end_pending(gradient_set: GradientSet) -> None:
     pending = gradient_set.pending
     if pending is None:
         return
-    together = [other for other in state.optimizers.pending if other.pending is pending]
+    together = [gradient_set]
+    together += [other for other in all_sets() if other.pending is pending and other is not gradient_set]
     users = dict.fromkeys(user() for each in together for user in each.users)
     optimizers = [optimizer for optimizer in users if optimizer is not None]
     scaler = next(iter(pending.scalers))
     try:
         end(together, optimizers, scaler, pending.scale)
     except BaseException:
-        lose(together, optimizers, scaler)
+        lose(together, scaler)
         raise
 
 
-def _note_users(optimizers: Iterable[Optimizer]) -> None:
+def note_users(optimizers: Iterable[Optimizer]) -> None:
     """Note that a pass of ``optimizers`` gave the gradients that are in their sets."""
     for optimizer in optimizers:
         for gradient_set in optimizer._amp_stash.sets:
@@ -218,12 +225,11 @@ def replaced(optimizer: Optimizer, name: str, own: Callable[..., None]) -> Calla
 
 
 # -- passes that fail --------------------------------------------------------------------------------------------------
-def lose(sets: Iterable[GradientSet], optimizers: Iterable[Optimizer], scaler: LossScaler) -> None:
+def lose(sets: Iterable[GradientSet], scaler: LossScaler) -> None:
     """Clear what :func:`end` left half unscaled when it raised, and have the next step skipped."""
     scaler.forget_found_inf()
     for gradient_set in sets:
         gradient_set.lose()
-    _note_users(optimizers)
     say("The end of a scale_loss block raised: its gradients are cleared, and the next step is skipped.")
 
 
@@ -231,13 +237,10 @@ def undo(sets: Iterable[GradientSet], scale: torch.Tensor | None) -> None:
     """Put back what was saved when a block began; new gradients, and those pending, are cleared."""
     for gradient_set in sets:
         drop_cleared_gradients(gradient_set.masters)
-        for leaf in gradient_set.leaves():
-            leaf.grad = None
+        gradient_set.undo()
         mirror_to_half(gradient_set.masters, scale)
         for param, old in gradient_set.saved:
             param.grad = old
         if gradient_set.pending is not None:
-            for adapter in state.adapters:
-                adapter.drop_waiting_gradients(gradient_set.leaves())
             misuse.warn_of("pending gradients lost")
         gradient_set.close()

@@ -143,11 +143,6 @@ class LossScaler:
         return not self.dynamic and self.core.scale is None and self.core.initial == 1.0
 
     @property
-    def has_scaled(self) -> bool:
-        """Whether a loss was multiplied by a scale other than 1. Reads the device where the scale is static."""
-        return self.core.scale is not None and (self.dynamic or self.core.read() != 1.0)
-
-    @property
     def _has_overflow(self) -> bool:
         """Whether the last backward pass overflowed; a static scaler never says so. Reads the device: one host sync.
 
@@ -188,12 +183,15 @@ class LossScaler:
 
     def clear_overflow_state(self) -> None:
         """Forget the overflows noted since the last transition."""
-        overflows = self._overflows
-        overflows.found_inf = {}
-        overflows.last = None
-        overflows.delayed = []
-        if overflows.lent_buffer is not None:
-            overflows.lent_buffer.zero_()
+        self.forget_last_pass()
+        self._overflows.found_inf = {}
+        self._overflows.delayed = []
+
+    def forget_last_pass(self) -> None:
+        """Have ``_has_overflow`` and ``_overflow_buf`` tell of no overflow; :meth:`unscale` writes nothing else."""
+        self._overflows.last = None
+        if self._overflows.lent_buffer is not None:
+            self._overflows.lent_buffer.zero_()
 
     # -- one backward pass ---------------------------------------------------------------------------------------------
     def scale_on(self, device: torch.device | None = None) -> torch.Tensor:

@@ -16,14 +16,14 @@ from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp.half.masters import drop_cleared_gradients, push_all, settle
+from ampcompat.amp.half.masters import push_all, settle
 from ampcompat.amp.half.record import warn_of_replaced
 from ampcompat.amp.observers import notify
 from ampcompat.amp.scaling import misuse, passes
 from ampcompat.amp.scaling.gradient_sets import GradientSet, GradientState
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState, announce
 from ampcompat.amp.scaling.scaler import LossScaler
-from ampcompat.amp.scaling.unscaling import any_non_finite
+from ampcompat.amp.scaling.unscaling import any_non_finite, look_at_half_gradients
 
 R = TypeVar("R")
 #: A flag that skips a step; no scaler: of gradients that an earlier overflow has left.
@@ -101,7 +101,6 @@ def prepare(optimizer: Optimizer, stash: AmpOptimizerState, on_device: bool = Fa
         on_device: The optimizer reads the overflow flags itself; the host reads none.
         is_skipped: After an overflow, the step is skipped, and a message says so.
     """
-    stash.look_up(optimizer)
     _end_pending(stash)
     if stash.masters:
         _prepare_masters(stash)
@@ -125,16 +124,14 @@ def prepare(optimizer: Optimizer, stash: AmpOptimizerState, on_device: bool = Fa
 
 def _end_pending(stash: AmpOptimizerState) -> None:
     """Unscale what blocks have left scaled."""
-    if state.optimizers.pending:
-        for gradient_set in stash.sets:
-            passes.end_pending(gradient_set)
+    for gradient_set in stash.sets:
+        passes.end_pending(gradient_set)
 
 
 def _prepare_masters(stash: AmpOptimizerState) -> None:
     """Have masters, and their gradients, follow what the script has done to the model's."""
-    some_were_edited = drop_cleared_gradients(stash.masters)
-    if some_were_edited:
-        misuse.warn_of("half gradients edited")
+    for gradient_set in stash.sets:
+        look_at_half_gradients(gradient_set)
     warn_of_replaced(stash.masters)
     settle(stash.masters)
 

@@ -39,16 +39,18 @@ _GRAD = attrgetter("grad")
 _IS_SPARSE = attrgetter("is_sparse")
 
 
+def look_at_half_gradients(gradient_set: GradientSet) -> None:
+    """See what a script has done to the gradients of half weights: their masters' are cleared too, or not edited."""
+    if gradient_set.masters and drop_cleared_gradients(gradient_set.masters):
+        misuse.warn_of("half gradients edited")
+
+
 # -- before a backward pass --------------------------------------------------------------------------------------------
 def save_grads(gradient_set: GradientSet) -> None:
     """Take unscaled gradients out of ``param.grad``; those of half params are in their masters already."""
-    if gradient_set.masters:
-        some_were_edited = drop_cleared_gradients(gradient_set.masters)
-        if some_were_edited:
-            misuse.warn_of("half gradients edited")
-        for master in gradient_set.masters:
-            master.added_grad = None
-            master.half.grad = None
+    for master in gradient_set.masters:
+        master.added_grad = None
+        master.half.grad = None
     for param in gradient_set.direct:
         grad = param.grad
         if grad is None:

@@ -160,7 +160,8 @@ def test_deactivate_ends_everything(torch_state):
     model, _ = at("O1")
     assert torch_state() != before
     _amp_state.handle._deactivate()
-    assert torch_state() == before
+    left = {name for name, value in torch_state().items() if value != before[name]}
+    assert left == {"Module.zero_grad"}  # loss scaling goes on
     assert product() == FLOAT
     model(torch.randn(2, 4))
     assert model.seen == [FLOAT]

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from core_kit import assert_tied, backward, loss_of, masters, net, same, sgd, start, train
+from core_kit import assert_tied, backward, loss_of, masters, same, sgd, start, train
 
 from ampcompat import amp
 
@@ -127,6 +127,24 @@ def test_a_block_may_list_an_optimizer_twice(level):
     assert same(grads(optimizer), want)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_the_models_zero_grad_reaches_the_gradients_of_earlier_blocks(level, set_to_none):
+    """In an open block, and while gradients are still scaled; that of a module in the model too."""
+    model, optimizer = start(level)
+    backward(model, optimizer, 1)
+    with amp.scale_loss(loss_of(model, 2), optimizer) as scaled:
+        model.a.zero_grad(set_to_none)
+        model.b.zero_grad(set_to_none)
+        model.bn.zero_grad(set_to_none)
+        scaled.backward()
+    assert same(grads(optimizer), single(level, 2))
+    backward(model, optimizer, 1, delay_unscale=True)
+    model.zero_grad(set_to_none)
+    backward(model, optimizer, 3)
+    assert same(grads(optimizer), single(level, 3))
+
+
 def a_head(model):
     """An optimizer of the last layer alone; blocks give gradients to the batch norm, too."""
     return sgd(model.b)
@@ -141,7 +159,7 @@ def test_gradients_of_a_later_param_begin_with_it(level):
         optimizer.step()
         optimizer.zero_grad()
     assert model.bn.weight.grad.any()
-    with pytest.warns(UserWarning, match="earlier blocks have left that gradient multiplied"):
+    with pytest.warns(UserWarning, match="is multiplied by their loss scales, so it was cleared"):
         optimizer.add_param_group({"params": [model.bn.weight]})
     before = model.bn.weight.detach().clone()
     backward(model, optimizer, 3)
@@ -164,21 +182,10 @@ def test_gradients_of_a_new_optimizer_begin_with_it(level, is_first_gone):
     if is_first_gone:
         del optimizer
         gc.collect()
-    with pytest.warns(UserWarning, match="earlier blocks have left that gradient multiplied"):
+    with pytest.warns(UserWarning, match="is multiplied by their loss scales, so it was cleared"):
         amp.initialize(model, sgd(model), opt_level=level, verbosity=0, loss_scale=2.0**10)
     assert model.bn.weight.grad is None
     assert model.b.weight.grad is kept
-
-
-def test_a_new_optimizer_keeps_gradients_of_no_block():
-    """Those of a model that was not under amp are the script's own."""
-    model, optimizer = start("O1")
-    backward(model, optimizer)
-    model = net()
-    loss_of(model).backward()
-    grad = model.bn.weight.grad
-    amp.initialize(model, sgd(model), opt_level="O1", verbosity=0)
-    assert model.bn.weight.grad is grad
 
 
 def unscaled_by_another_optimizer(level):

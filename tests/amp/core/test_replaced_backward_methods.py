@@ -152,6 +152,66 @@ def test_one_of_two_optimizers_has_its_own():
     assert same(*expected)
 
 
+def unscale_as_apex_did(self, scaler):
+    """Through ``LossScaler.unscale``, which leaves alone what comes after an overflow."""
+    grads = [param.grad for group in self.param_groups for param in group["params"]]
+    scaler.unscale(grads, grads, scaler.loss_scale(), models_are_masters=True)
+
+
+def test_the_scripts_own_unscales_the_block_after_an_overflow():
+    model, optimizer = start("O1")
+    optimizer._post_amp_backward = types.MethodType(unscale_as_apex_did, optimizer)
+    backward(model, optimizer, times=float("inf"))
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    model.zero_grad()
+    backward(model, optimizer)
+    found = gradients(optimizer)
+    other, other_optimizer = start("O1", model=net())
+    backward(other, other_optimizer)
+    assert same(found, gradients(other_optimizer))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_two_optimizers_share_is_unscaled_once(level):
+    model = net()
+    pair = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    amp.initialize(model, pair, opt_level=level, loss_scale=128.0, verbosity=0)
+    calls = []
+    for optimizer in pair:
+        told_of(optimizer, "_post_amp_backward", calls)
+    for seed in range(2):
+        backward(model, pair, seed)
+    assert len(calls) == 4
+    assert same(gradients(pair[1]), by_apex_alone(level))
+
+
+def test_gradients_that_the_scripts_own_keeps_skip_the_step_after_an_overflow():
+    """It accumulates by itself: what overflowed in an earlier block is added again."""
+    model, optimizer = start("O1")
+    kept = {}
+
+    def prepare(self):
+        for param in model.parameters():
+            kept[param], param.grad = param.grad, None
+
+    def post(self, scaler):
+        scaler.unscale_grads([param.grad for param in model.parameters()])
+        for param, old in kept.items():
+            if old is not None:
+                param.grad = param.grad + old
+
+    optimizer._prepare_amp_backward = types.MethodType(prepare, optimizer)
+    optimizer._post_amp_backward = types.MethodType(post, optimizer)
+    backward(model, optimizer, times=float("inf"))
+    backward(model, optimizer)
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert all(param.isfinite().all() for param in model.parameters())
+
+
 def test_a_failing_one_is_told_of_and_skips_the_step(capsys):
     model, optimizer = start("O2")
 

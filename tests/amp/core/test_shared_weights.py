@@ -194,6 +194,52 @@ def test_open_blocks_that_share_weights_are_refused(level):
     assert same(kept, [p.grad for p in amp.master_params(b)])
 
 
+@pytest.mark.parametrize("act", ["block", "step"])
+def test_so_are_those_of_a_weight_that_was_appended_in_the_open_block(act):
+    model, a, b = start("O1")
+    b.param_groups[0]["params"] = list(model.heads[1].parameters())
+    with amp.scale_loss(loss_of(model, 0), a) as scaled:
+        scaled.backward()
+        b.param_groups[0]["params"] += model.encoder.parameters()
+        with pytest.raises(RuntimeError, match=r"\(D38\)"):
+            b.step() if act == "step" else block(model, 1, b)
+
+
+def test_a_block_at_a_scale_of_one_shares_weights_with_no_other():
+    model, a, b = start("O1", num_losses=2)
+    amp._amp_state.loss_scalers[1] = amp.scaler.LossScaler(1.0)
+    with (
+        amp.scale_loss(loss_of(model, 0), a, loss_id=1),
+        pytest.raises(RuntimeError, match=r"\(D38\)"),
+    ):
+        block(model, 1, b)
+    with amp.scale_loss(loss_of(model, 0), a, loss_id=1) as scaled:
+        scaled.backward()
+        a.step()  # as in plain torch
+
+
+# -- closures ------------------------------------------------------------------------------------------------------
+def test_a_step_with_closure_does_not_use_gradients_again():
+    model, a, b = start()
+    block(model, 0, [a, b])
+    a.step()
+    before = values(model)
+    with pytest.warns(UserWarning, match="make place for the new"):
+        a.step(lambda: 0.0)
+    assert moved(before, model) == ["encoder.1"]  # float32: as in plain torch
+
+
+def test_an_overflow_that_others_wait_for_outlives_a_closure():
+    model, a, b = start("O1")
+    block(model, 0, [a, b], INF)
+    a.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a step without a block of its own
+        a.step(lambda: 0.0)
+    b.step()
+    assert is_finite(model)
+
+
 # -- blocks that raise ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_a_failed_block_of_both_keeps_what_had_accumulated(level):

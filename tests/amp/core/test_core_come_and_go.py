@@ -1,0 +1,229 @@
+"""Parameters that leave an optimizer and come back, and optimizers that are gone: whose gradients are still scaled.
+
+Each gradient is 2 where it is unscaled, and 2048 where it is not; the learning rate is one.
+"""
+
+import gc
+import warnings
+
+import pytest
+import torch
+from internals import reset
+
+from ampcompat import amp
+
+CLEARED = "it was cleared"
+SCALE = 1024.0
+
+
+class Two(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = torch.nn.Linear(4, 3, bias=False)
+        self.b = torch.nn.Linear(4, 3, bias=False)
+
+    def forward(self, x):
+        return self.a(x) + self.b(x)
+
+
+def sgd(*groups):
+    return torch.optim.SGD([{"params": list(group)} for group in groups], lr=1.0)
+
+
+def start(level, model, optimizers):
+    amp.initialize(model, optimizers, opt_level=level, loss_scale=SCALE, verbosity=0)
+
+
+def block(model, optimizers, **kwargs):
+    with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizers, **kwargs) as scaled:
+        scaled.backward()
+
+
+def moved(layer, steps):
+    """By how much ``steps`` moves the first weight of ``layer``."""
+    before = layer.weight[0, 0].item()
+    steps()
+    return round(before - layer.weight[0, 0].item(), 2)
+
+
+def gradients(optimizer):
+    return [None if p.grad is None else p.grad[0, 0].item() for p in amp.master_params(optimizer)]
+
+
+LEVELS = pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+DELAYS = pytest.mark.parametrize("delay_unscale", [False, True])
+
+
+# -- parameters --------------------------------------------------------------------------------------------------------
+@LEVELS
+@DELAYS
+def test_a_group_taken_out_and_put_back_begins_anew(level, delay_unscale):
+    model = Two()
+    optimizer = sgd(model.a.parameters(), model.b.parameters())
+    start(level, model, optimizer)
+    block(model, optimizer, delay_unscale=delay_unscale)
+    group = optimizer.param_groups.pop()
+    optimizer.zero_grad()  # does not reach it
+    block(model, optimizer)
+    with pytest.warns(UserWarning, match=CLEARED):
+        optimizer.add_param_group(group)
+    assert moved(model.b, optimizer.step) == 0
+    optimizer.zero_grad()
+    block(model, optimizer)
+    assert moved(model.b, optimizer.step) == 2
+
+
+@LEVELS
+def test_a_parameter_appended_by_hand_begins_anew(level):
+    model = Two()
+    optimizer = sgd(model.a.parameters())
+    start(level, model, optimizer)
+    block(model, optimizer)
+    optimizer.param_groups[0]["params"].append(model.b.weight)
+    with pytest.warns(UserWarning, match=CLEARED):
+        assert moved(model.b, optimizer.step) == 0
+
+
+@LEVELS
+@DELAYS
+def test_what_another_optimizer_holds_stays_when_a_group_is_taken_out(level, delay_unscale):
+    model = Two()
+    both, parts = sgd(model.parameters()), sgd(model.a.parameters(), model.b.parameters())
+    start(level, model, [both, parts])
+    block(model, [both, parts], delay_unscale=delay_unscale)
+    parts.param_groups.pop()
+    parts.zero_grad()
+    assert moved(model.b, both.step) == 2
+
+
+def test_at_a_scale_of_one_gradients_stay():
+    model = Two()
+    optimizer = sgd(model.a.parameters())
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    block(model, optimizer)
+    optimizer.param_groups[0]["params"].append(model.b.weight)
+    assert moved(model.b, optimizer.step) == 2
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+@LEVELS
+def test_an_optimizer_in_the_place_of_one_that_was_gone_for_a_while(level):
+    """Blocks of the other one have left gradients in its weights, and nobody unscaled them."""
+    model = Two()
+    first, second = sgd(model.a.parameters()), sgd(model.b.parameters())
+    start(level, model, [first, second])
+    del second
+    gc.collect()
+    block(model, first)
+    second = sgd(model.b.parameters())
+    with pytest.warns(UserWarning, match=CLEARED):
+        start(level, [], second)
+    assert moved(model.b, second.step) == 0
+
+
+def test_an_optimizer_in_the_place_of_one_whose_gradients_overflowed():
+    model = Two()
+    optimizer = sgd(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    with amp.scale_loss(model(torch.ones(2, 4)).sum() * float("inf"), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    del optimizer
+    optimizer = sgd(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    block(model, optimizer)
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("how", ["gone", "lets go"])
+def test_nobody_waits_for_a_user_that_does_not_hold_the_weight(how):
+    """The gradients of masters are used up by the step of the last user that is left."""
+    model, other = Two(), torch.nn.Parameter(torch.ones(1))
+    first, second = sgd(model.parameters()), sgd([*model.parameters(), other])
+    start("O2", model, [first, second])
+    block(model, [first, second])
+    first.step()
+    if how == "gone":
+        del second
+        gc.collect()
+    else:
+        second.param_groups[0]["params"] = [other]
+        second.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        block(model, first)
+    assert gradients(first) == [2, 2]
+    assert moved(model.a, first.step) == 2
+
+
+@LEVELS
+def test_one_of_two_taken_out_of_amp_leaves_delayed_gradients_to_the_other(level):
+    model = Two()
+    first, second = sgd(model.a.parameters()), sgd(model.parameters())
+    start("O1", model, [first, second])
+    block(model, [first, second], delay_unscale=True)
+    amp.initialize([], first, enabled=False)
+    assert moved(model.a, second.step) == 2
+
+
+@LEVELS
+def test_delayed_gradients_outlive_a_reset(level):
+    model = Two()
+    optimizer = sgd(model.parameters())
+    start(level, model, optimizer)
+    block(model, optimizer, delay_unscale=True)
+    reset()
+    assert moved(model.a, optimizer.step) == 2
+
+
+# -- levels ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("before", ["O2", "O3"])
+@pytest.mark.parametrize("after", ["O1", "O2", "O3"])
+@DELAYS
+def test_after_a_change_of_level_no_gradient_is_used_that_is_still_scaled(before, after, delay_unscale):
+    model = Two()
+    optimizer = sgd(model.parameters())
+    start(before, model, optimizer)
+    block(model, optimizer, delay_unscale=delay_unscale)
+    start(after, model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a step without gradients
+        by = moved(model.a, optimizer.step)
+    assert by in ((2,) if before == after else (0, 2))
+    optimizer.zero_grad()
+    block(model, optimizer)
+    assert moved(model.a, optimizer.step) == 2
+
+
+def test_a_failed_change_of_level_keeps_masters():
+    model = Two()
+    optimizer = sgd(model.parameters())
+    start("O2", model, optimizer)
+    masters = list(amp.master_params(optimizer))
+    block(model, optimizer)
+
+    class Failing(torch.optim.SGD):
+        @property
+        def zero_grad(self):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        start("O3", model, [optimizer, Failing([torch.ones(1)], lr=1.0)])
+    assert all(now is then for now, then in zip(amp.master_params(optimizer), masters, strict=True))
+    assert moved(model.a, optimizer.step) == 2
+
+
+def test_an_optimizer_of_another_level_steps_the_master_that_there_is():
+    """A head at O1 is trained together with an encoder at O2, which has an optimizer of its own."""
+    encoder, head = torch.nn.Linear(4, 3, bias=False), torch.nn.Linear(3, 2, bias=False)
+    first, second = sgd(encoder.parameters()), sgd([*encoder.parameters(), *head.parameters()])
+    start("O2", encoder, first)
+    start("O1", head, second)
+    assert next(amp.master_params(second)) is next(amp.master_params(first))
+    block(encoder, [first, second])
+    assert moved(encoder, first.step) == 2
+    assert moved(encoder, second.step) == 2
+    assert torch.equal(next(amp.master_params(first)).half(), encoder.weight)
