@@ -170,7 +170,8 @@ def run(program):
 
     A program ends where amp refuses a step; where a block is delayed on top of gradients from before it (amp keeps
     these apart until the last block, the file adds them); where one optimizer uses or clears delayed gradients that
-    another shares (the file refuses the next step); where weights join that have gradients (amp clears scaled ones);
+    another shares (the file refuses the next step); at O0 where a model clears gradients in a block (the file leaves its
+    class alone); where weights join that have gradients (amp clears scaled ones);
     where delayed gradients are unscaled under another loss_id (amp moves both scales); where weights become inf or NaN,
     by a step of gradients that the block of another optimizer left (the file skips it).
     """
@@ -183,6 +184,8 @@ def run(program):
         if one["do"] == "join" and any(weight.leaf.grad is not None for weight in reference.weights):
             break
         if one["do"] == "block" and moves_two_scales(reference, one):
+            break
+        if program["config"]["level"] == "O0" and clears_in_block(one):
             break
         if one["do"] in ("block", "step", "clear") and finds_delayed_of_others(reference, one):
             break
@@ -211,6 +214,10 @@ def moves_two_scales(reference, step):
     sets = reference.sets_of([reference.optimizers[n] for n in step["optimizers"]])
     pending = [each.pending for each in sets]
     return any(one is not None and one.scalers != [scaler] for one in pending)
+
+
+def clears_in_block(step):
+    return any(inner["do"] == "clear" and inner["who"] == "model" for inner in step.get("inside", ()))
 
 
 def finds_delayed_of_others(reference, step):

@@ -266,6 +266,10 @@ def _run_under_autocast(
             is_default = getattr(function, "__name__", "") == "__newobj__"
             return (plain.__new__ if is_default else function, tuple(args), *state)
 
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            plain.zero_grad(self, set_to_none)
+            _drop_saved(self.parameters())
+
         @staticmethod
         def forward_has_run() -> bool:
             return has_run
@@ -397,7 +401,9 @@ def scale_loss(
     for stash in stashes:
         stash.saved = saved
         stash.pending = None
-        stash.suspect = stash.suspect and any(grad is not None for grad in saved.values())
+        if not pending and all(grad is None for grad in saved.values()):  # what overflowed was cleared
+            stash.overflowed = None
+            stash.suspect = False
     try:
         yield loss.float() * scale
     except BaseException:
@@ -517,11 +523,16 @@ def _zero_grad(optimizer: Any, zero_grad: Callable[..., Any], *args: Any, **kwar
     stash = _stash_of(optimizer)
     stash.pending = None
     stash.overflowed = None
-    for other in _amp_state.optimizers:
-        saved = _stash_of(other).saved
-        if saved:
-            for param in _params_of([optimizer]):
-                saved.pop(param, None)
+    _drop_saved(_params_of([optimizer]))
+
+
+def _drop_saved(params: Iterable[torch.nn.Parameter]) -> None:
+    """Forget the gradients of ``params`` that an open block has set aside."""
+    cleared = list(params)
+    for optimizer in _amp_state.optimizers:
+        saved = _stash_of(optimizer).saved or {}
+        for param in cleared:
+            saved.pop(param, None)
 
 
 def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
