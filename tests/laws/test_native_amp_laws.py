@@ -170,8 +170,8 @@ def run(program):
 
     A program ends where amp refuses a step; where a block is delayed on top of gradients from before it (amp keeps
     these apart until the last block, the file adds them); where one optimizer uses or clears delayed gradients that
-    another shares (the file refuses the next step); at O0 where a model clears gradients in a block (the file leaves its
-    class alone); where weights join that have gradients (amp clears scaled ones);
+    another shares (the file refuses the next step); where a model clears gradients in a block at O0 (its class is its
+    own there); where weights join that have gradients (amp clears scaled ones);
     where delayed gradients are unscaled under another loss_id (amp moves both scales); where weights become inf or NaN,
     by a step of gradients that the block of another optimizer left (the file skips it).
     """
