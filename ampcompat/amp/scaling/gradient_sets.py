@@ -39,8 +39,9 @@ one of them skips its step as long as the gradients are there. They are forgotte
 ``zero_grad``, when all are None, and after the step of the last user, which leaves those that are not a master's.
 
 What a block adds to gradients of other sets stays scaled; a step that uses them warns. What it adds to tensors that no
-optimizer holds does too: these gradients are cleared, with a warning, when an optimizer gets the tensors. FSDP2's gradients of
-``set_requires_gradient_sync(False)`` are PENDING too, though they are not in ``p.grad``.
+optimizer holds does too: these gradients are cleared, with a warning, when an optimizer gets the tensors.
+
+FSDP2's gradients of ``set_requires_gradient_sync(False)`` are PENDING too, though they are not in ``p.grad``.
 
 apex kept lists of gradients for each optimizer, and no state (``apex/amp/_process_optimizer.py``).
 """
