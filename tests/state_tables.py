@@ -100,7 +100,7 @@ STATE_CHANGES: Final = Table(
             "`step`, made",
             "-",
             "`state`: NONE; `overflows`: none; `users`: none",
-            "`first_gradient`",
+            "`gradient_used`",
             "-",
             "`value`: stepped; `half`: rounded from it; `half_version`; `value_version`; `value.grad`: None;"
             " `added_grad`: None",
@@ -108,13 +108,13 @@ STATE_CHANGES: Final = Table(
         (
             "`step`, skipped",
             "-",
-            "`state`: NONE; `overflows`: none; `users`: none; `has_old_overflow`: True",
-            "`first_gradient`; `skipped`: True",
+            "`state`: NONE; `overflows`: none; `users`: none; `may_be_non_finite`: True",
+            "`gradient_used`; `skipped`: True",
             "-",
             "`value.grad`: None; `added_grad`: None",
         ),
         ("`zero_grad`, step made", "-", "-", "-", "-", "`half.grad`: None"),
-        ("`zero_grad`, step skipped", "-", "`has_old_overflow`: False", "-", "-", "`half.grad`: None"),
+        ("`zero_grad`, step skipped", "-", "`may_be_non_finite`: False", "-", "-", "`half.grad`: None"),
     ),
 )
 

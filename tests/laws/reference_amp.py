@@ -397,10 +397,9 @@ class Reference:
         self.list_weights()
         if self.has_scaled and any(scaler.dynamic or scaler.scale != 1.0 for scaler in self.scalers):
             for weight in late:
-                if not any(each.pending for each in self.sets if weight in each.weights):
-                    weight.leaf.grad = None
-                    if weight.has_master:
-                        weight.forget()
+                weight.leaf.grad = None
+                if weight.has_master:
+                    weight.forget()
 
     def leave(self, step):
         one = self.optimizers[step["optimizer"]]

@@ -40,7 +40,7 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
     ),
     "scaling": (
         *("loss_scale", "scaler", "session", "misuse", "adapter", "gradient_sets", "exchange", "optimizer_state"),
-        *("unscaling", "passes", "block", "steps", "closures", "optimizer", "checkpoint"),
+        *("unscaling", "legacy_methods", "passes", "block", "steps", "closures", "optimizer", "checkpoint"),
     ),
 }
 #: Modules outside ``amp`` that every module of it may import.

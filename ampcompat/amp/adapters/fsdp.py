@@ -128,14 +128,14 @@ class _Fsdp(Adapter):
         ids = set(map(id, leaves))
         return any(unit.holds_back(ids) for unit in _units())
 
-    def waiting_gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def unsynced_gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         ids = set(map(id, leaves))
-        return [grad for unit in _units() for grad in unit.waiting_gradients(ids)]
+        return [grad for unit in _units() for grad in unit.unsynced_gradients(ids)]
 
-    def drop_waiting_gradients(self, leaves: Sequence[torch.Tensor]) -> None:
+    def drop_unsynced_gradients(self, leaves: Sequence[torch.Tensor]) -> None:
         ids = set(map(id, leaves))
         for unit in _units():
-            unit.drop_waiting_gradients(ids)
+            unit.drop_unsynced_gradients(ids)
 
     def combined_flag(self, flag: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         meshes = _torch.meshes_of(tensors)

@@ -128,6 +128,10 @@ class Master:
         """Leave ``half``, which is float32 again, without a master; optimizers may still hold ``value``."""
         state.masters.by_tensor.pop(id(self.half), None)
 
+    def note_added(self, half_grad: torch.Tensor) -> None:
+        """Note that ``half_grad``, the gradient of ``half``, is part of ``value.grad``."""
+        self.added_grad = (half_grad, half_grad._version)
+
     def drop_gradient(self) -> None:
         """Forget what blocks have left in ``value.grad``."""
         self.added_grad = None
@@ -449,7 +453,7 @@ def zero_gradients(masters: Iterable[Master]) -> None:
             master.value.grad = torch.zeros_like(master.value)
         else:
             master.value.grad.zero_()
-        master.added_grad = (half_grad, half_grad._version)
+        master.note_added(half_grad)
 
 
 def _module_zeroed(module: torch.nn.Module, set_to_none: bool) -> None:

@@ -26,11 +26,11 @@ class Adapter:
         """Whether gradients of any of ``leaves`` stay on this rank until a later backward pass (``no_sync``)."""
         return False
 
-    def waiting_gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def unsynced_gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The scaled gradients of ``leaves`` that the wrapper keeps, and not ``p.grad``, until a later pass."""
         return []
 
-    def drop_waiting_gradients(self, leaves: Sequence[torch.Tensor]) -> None:
+    def drop_unsynced_gradients(self, leaves: Sequence[torch.Tensor]) -> None:
         """Forget those."""
 
     def combined_flag(self, flag: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -131,15 +131,16 @@ class Block:
         casts = state.casts
         if casts.device_types and torch.is_autocast_enabled(casts.device_types[0]) != (casts.ambient is not None):
             assert_ambience()
-        self._look_up()
+        self._update_sets()
         sets = sets_of(self.optimizers)
-        needs_scale = self._look_at(sets)
+        needs_scale = self._needs_scale(sets)
+        self.is_plain = not needs_scale and not self._has_masters()
         self._refuse_inside_another(sets)
         if state.observers:
             notify("on_scale_loss", self.loss, self.scaler, self.optimizers)
         if self.is_plain:
             for gradient_set in sets:
-                gradient_set.block = self
+                gradient_set.begin_block(self)
             return self.loss.float()
         try:
             passes.begin(self.optimizers, self, self.scaler, self.delay)
@@ -148,7 +149,7 @@ class Block:
             self._undo()
             raise
 
-    def _look_up(self) -> None:
+    def _update_sets(self) -> None:
         """Bring gradient sets up to date: groups may have changed, or an optimizer may be gone."""
         for optimizer in self.optimizers:
             optimizer._amp_stash.look_up(optimizer)
@@ -160,30 +161,28 @@ class Block:
         for gradient_set in sets:
             outer = gradient_set.block
             if outer is not None and not (outer.is_plain and self.is_plain):
-                _refuse_inner_block(gradient_set.block.optimizers, self.optimizers)
+                _refuse_inner_block(outer.optimizers, self.optimizers)
 
-    def _look_at(self, sets: Sequence[GradientSet]) -> bool:
-        """Set ``is_plain``, and return whether the loss is multiplied by a scale at all."""
-        scaler = self.scaler
-        if scaler.dynamic or scaler.core.initial != 1.0:
-            state.optimizers.has_scaled = True
-        is_one = scaler.is_one
-        has_masters = False
+    def _needs_scale(self, sets: Sequence[GradientSet]) -> bool:
+        """Whether the loss is multiplied by a scale at all."""
+        if not self.scaler.is_one:
+            return True
+        return any(each.pending is not None or each.overflows for each in sets)
+
+    def _has_masters(self) -> bool:
         for optimizer in self.optimizers:
             stash = optimizer._amp_stash
             if stash.masters or stash.session.policy.master_weights:
-                has_masters = True
-        for each in sets:
-            if each.pending is not None or each.overflows:
-                is_one = False
-        self.is_plain = is_one and not has_masters
-        return not is_one
+                return True
+        return False
 
     def _scale_loss(self) -> torch.Tensor:
         """Return the loss times the scale, which the exit divides by; have a backward pass of another loss noticed."""
         scaler = self.scaler
         scaled = scaler.scale_loss(self.loss)
         self.scale = scaler.core.scale
+        if scaler.dynamic or scaler.core.initial != 1.0:
+            state.optimizers.has_scaled = True
         del self.loss  # free its memory with the script's own reference
         if scaler.watched_blocks < misuse.WATCHED and scaled.requires_grad:
             scaler.watched_blocks += 1
@@ -209,24 +208,26 @@ class Block:
         sets = sets_of(self.optimizers)
         if self.is_plain:
             for gradient_set in sets:
-                gradient_set.block = None
+                gradient_set.end_block()
                 gradient_set.note_new(has_new_grads=True)
+        elif self._leaves_gradients_scaled(sets):
+            passes.leave_pending(sets, self.scaler, self.scale)
+            passes.note_users(self.optimizers)
+            return
         else:
-            try:
-                if self._leaves_gradients_scaled(sets):
-                    passes.leave_pending(self.optimizers, self.scaler, self.scale)
-                    return
-                has_new_grads = passes.end(sets, self.optimizers, self.scaler, self.scale, self.moves_scale)
-            except BaseException:
-                passes.lose(sets, self.scaler)
-                raise
-            finally:
-                passes.note_users(self.optimizers)
-            is_unused = self.backward_calls is not None and not self.backward_calls
-            if has_new_grads and is_unused:
-                misuse.warn_of("unscaled loss in a block")
+            self._end(sets)
         if state.observers:
             notify("on_gradients", self.scaler, self.optimizers)
+
+    def _end(self, sets: Sequence[GradientSet]) -> None:
+        """Unscale the new gradients."""
+        try:
+            has_new_grads = passes.end(sets, self.optimizers, self.scaler, self.scale, self.moves_scale)
+        finally:
+            passes.note_users(self.optimizers)
+        is_unused = self.backward_calls is not None and not self.backward_calls
+        if has_new_grads and is_unused:
+            misuse.warn_of("unscaled loss in a block")
 
     def _leaves_gradients_scaled(self, sets: Sequence[GradientSet]) -> bool:
         """Whether a later block unscales: after ``delay_unscale``, or while DDP or FSDP2 keeps gradients on a rank."""
@@ -241,7 +242,7 @@ class Block:
         sets = [each for each in sets_of(self.optimizers) if each.block is self]
         if self.is_plain:
             for gradient_set in sets:
-                gradient_set.block = None
+                gradient_set.end_block()
             return
         self.scaler.forget_found_inf()
         passes.undo(sets, self.scale)

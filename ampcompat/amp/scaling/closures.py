@@ -12,8 +12,14 @@ from ampcompat.amp.casts.contexts import Saved, restored
 from ampcompat.amp.half.masters import settle
 from ampcompat.amp.scaling.gradient_sets import GradientState
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
-from ampcompat.amp.scaling.passes import begin_anew
-from ampcompat.amp.scaling.steps import finish, gradients_for_step, prepare
+from ampcompat.amp.scaling.steps import (
+    announce_skip,
+    finish,
+    gradients_for_step,
+    make_ready,
+    overflows_of,
+    read,
+)
 
 
 class _SkipStep(Exception):
@@ -29,7 +35,7 @@ def evaluate(closure: Callable[[], Any], outside: Saved) -> Any:
 def step_with_closure(
     optimizer: Optimizer, original: Callable[..., Any], closure: Callable[[], Any], outside: Saved, **kwargs: Any
 ) -> Any:
-    """Step with ``closure``, which runs with grad on and the casts of the caller. apex refused closures.
+    """Step with ``closure``, which runs with grad on and the casts of the caller.
 
     When the first evaluation overflows, the step is skipped, and its loss returned. Where the optimizer has acted
     before (a later evaluation of LBFGS's search, that in the middle of SAM's step), it finds gradients of zero instead:
@@ -37,20 +43,20 @@ def step_with_closure(
     """
     stash: AmpOptimizerState = optimizer._amp_stash
     for gradient_set in stash.sets:
-        begin_anew(gradient_set, [optimizer])
+        gradient_set.begin_anew([optimizer])
     has_gradients = any(each.state is not GradientState.NONE for each in stash.sets)
-    acts_before = has_gradients and not _evaluates_first(optimizer)
-    closure_step = _ClosureStep(optimizer, closure, outside, acts_before)
-    if acts_before and closure_step.unscale_and_check():
-        loss = closure_step.evaluate()
-        closure_step.unscale_and_check()  # notes what this evaluation has left; the step is skipped all the same
+    steps_before = has_gradients and not _evaluates_first(optimizer)
+    evaluations = _Evaluations(optimizer, closure, outside, may_skip=not steps_before)
+    if steps_before and evaluations.overflowed():
+        loss = evaluations.evaluate()
+        evaluations.overflowed()  # notes what this evaluation has left; the step is skipped all the same
         finish(optimizer, stash, skipped=True)
         return loss
     try:
-        result = original(closure_step.evaluate_or_skip, **kwargs)
+        result = original(evaluations.evaluate_or_skip, **kwargs)
     except _SkipStep:
         finish(optimizer, stash, skipped=True)
-        return closure_step.first_loss
+        return evaluations.first_loss
     finish(optimizer, stash, skipped=False)
     return result
 
@@ -58,32 +64,32 @@ def step_with_closure(
 def _evaluates_first(optimizer: Optimizer) -> bool:
     """Whether ``optimizer`` calls the closure before it uses a gradient; SAM steps with those that it finds.
 
-    torch's optimizers and ours do, and once, LBFGS aside.
+    True of torch's optimizers and ours.
     """
     return type(optimizer).__module__.startswith(("torch.optim.", "ampcompat.optimizers."))
 
 
-class _ClosureStep:
-    """The evaluations of one ``step(closure)``."""
+class _Evaluations:
+    """The evaluations of one ``step(closure)``; ``may_skip``: the optimizer has not used a gradient yet."""
 
-    def __init__(self, optimizer: Optimizer, closure: Callable[[], Any], outside: Saved, acts_before: bool) -> None:
+    def __init__(self, optimizer: Optimizer, closure: Callable[[], Any], outside: Saved, may_skip: bool) -> None:
         self._optimizer = optimizer
         self._stash: AmpOptimizerState = optimizer._amp_stash
         self._closure = closure
         self._outside = outside
-        self._has_acted = acts_before
+        self._may_skip = may_skip
         self.first_loss: Any = None
 
     def evaluate_or_skip(self) -> Any:
         """Evaluate the closure for the optimizer; after an overflow, leave the step, or have it find zeros."""
         loss = self.evaluate()
-        overflowed = self.unscale_and_check(is_skipped=not self._has_acted)
-        if overflowed and not self._has_acted:
+        overflowed = self.overflowed(skips=self._may_skip)
+        if overflowed and self._may_skip:
             raise _SkipStep
         if overflowed:
             for gradient in gradients_for_step(self._optimizer, self._stash):
                 gradient.zero_()
-        self._has_acted = True
+        self._may_skip = False
         return loss
 
     def evaluate(self) -> Any:
@@ -95,10 +101,15 @@ class _ClosureStep:
             self.first_loss = loss
         return loss
 
-    def unscale_and_check(self, is_skipped: bool = True) -> bool:
-        """Make the gradients that are there ready for a step; return whether they overflowed."""
+    def overflowed(self, skips: bool = True) -> bool:
+        """Make the gradients ready for a step; whether they overflowed, or were lost. Say so if that ``skips`` it."""
         stash = self._stash
-        overflowed = prepare(self._optimizer, stash, is_skipped=is_skipped)
+        make_ready(stash)
+        overflows = overflows_of(self._optimizer, stash)
+        overflowed = read(stash, overflows) if overflows else []
+        if overflowed and skips:
+            announce_skip(overflowed)
+        is_lost = stash.has_state(GradientState.LOST)
         for gradient_set in stash.sets:
-            gradient_set.note_checked(overflowed)
-        return overflowed
+            gradient_set.note_checked(is_lost or bool(overflowed))
+        return is_lost or bool(overflowed)

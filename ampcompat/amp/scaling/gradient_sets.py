@@ -30,13 +30,14 @@ again (``unscaling`` says what it holds when). Those of all other tensors are ``
 block is open, the new ones are unscaled in place and added. They stay after a step, as in plain torch: a step in state
 NONE uses them again, and is skipped as long as one is not finite that an overflow has left.
 
-An optimizer *uses* a set from its first block on, to which the set's gradients go back. After the step of each of these
-users, made or skipped, the gradients are used up. A user that has stepped does not find them in its masters again; its
+An optimizer is a *user* of a set from the first block that gave the set these gradients. After the step of each user,
+made or skipped, the gradients are used up. A user that has stepped does not find them in its masters again; its
 next block begins anew, with a warning where another user has yet to step.
 
 Overflows are found in the new gradients of a whole block, and are noted in each of its sets: every optimizer that holds
-one of them skips its step as long as the gradients are there. They are forgotten with the gradients: after
-``zero_grad``, when all are None, and after the step of the last user, which leaves those that are not a master's.
+one of them skips its step as long as the gradients are there. The flags are forgotten after ``zero_grad``, when all
+gradients are None, and after the step of the last user. Then gradients that are not a master's are still there: as long
+as one is not finite, later steps are skipped for that.
 
 What a block adds to gradients of other sets stays scaled; a step that uses them warns. What it adds to tensors that no
 optimizer holds does too: these gradients are cleared, with a warning, when an optimizer gets the tensors.
@@ -49,17 +50,17 @@ apex kept lists of gradients for each optimizer, and no state (``apex/amp/_proce
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp.half.masters import Master
+from ampcompat.amp.half.masters import Master, master_of
 from ampcompat.amp.scaling import misuse
 from ampcompat.amp.scaling.scaler import MAX_FLAGS, LossScaler
 
@@ -82,8 +83,24 @@ class Pending:
     scalers: dict[LossScaler, None]  # whose losses they stem from: the pass counts for each of them
 
 
-#: A scaler, and whether a backward pass of its loss overflowed (0-dim float32 on a device, not 0 if so).
-Overflow = tuple[LossScaler, torch.Tensor]
+class Overflow(NamedTuple):
+    """Whether gradients are not finite.
+
+    Attributes:
+        scaler: That of the loss they stem from; None of those that an earlier overflow may have left.
+        flag: 0-dim float32 tensor on a device, not 0 if so.
+    """
+
+    scaler: LossScaler | None
+    flag: torch.Tensor
+
+
+class OpenBlock(Protocol):
+    """What a set asks of a ``scale_loss`` block."""
+
+    optimizers: list[Optimizer]
+    scale: torch.Tensor | None
+    is_plain: bool
 
 
 @dataclass(eq=False)
@@ -99,7 +116,8 @@ class GradientSet:
             in state PENDING.
         block: The open ``scale_loss`` block that gives them gradients.
         overflows: Flags of the blocks that gave them. One that is set skips the steps that would use them.
-        has_old_overflow: Whether a step that was skipped, or may have been, has left gradients that are not finite.
+        may_be_non_finite: Whether a step that was skipped, or may have been, has left gradients that the next one must
+            look at itself.
         has_foreign_gradients: Whether a block of other optimizers has added to them, still multiplied by its scale.
         users: The optimizers whose blocks gave them, and whether each has stepped with them.
     """
@@ -109,26 +127,34 @@ class GradientSet:
     state: GradientState = GradientState.NONE
     pending: Pending | None = None
     saved: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    block: Any = None
+    block: OpenBlock | None = None
     overflows: list[Overflow] = field(default_factory=list)
-    has_old_overflow: bool = False
+    may_be_non_finite: bool = False
     has_foreign_gradients: bool = False
     users: dict[weakref.ref[Optimizer], bool] = field(default_factory=dict)
 
     # -- what it holds -------------------------------------------------------------------------------------------------
+    def add(self, member: Master | torch.Tensor) -> None:
+        """Add a tensor, or the master of a half one."""
+        if isinstance(member, Master):
+            self.masters.append(member)
+        else:
+            self.direct.append(member)
+
     def leaves(self) -> list[torch.Tensor]:
         """The tensors that a backward pass gives gradients to."""
         return [*[master.half for master in self.masters], *self.direct]
 
+    def gradients(self, with_masters: bool = True) -> Iterator[torch.Tensor]:
+        """The gradients that a step uses: those of masters and of other tensors."""
+        masters = [master.value for master in self.masters] if with_masters else []
+        for param in (*masters, *self.direct):
+            if param.grad is not None:
+                yield param.grad
+
     def has_gradients(self) -> bool:
         """Whether there is a gradient that a step would use."""
-        for master in self.masters:
-            if master.value.grad is not None:
-                return True
-        for param in self.direct:
-            if param.grad is not None:
-                return True
-        return bool(self.saved)
+        return next(self.gradients(), None) is not None
 
     def has_stepped(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` has stepped with these gradients, while others have yet to."""
@@ -138,65 +164,50 @@ class GradientSet:
         waiting = [user for user, stepped in self.users.items() if not stepped and user() is not None]
         return bool(waiting)
 
-    def gradients(self, with_masters: bool = True) -> Iterator[torch.Tensor]:
-        """The gradients that a step uses: those of masters and of other tensors, and those saved."""
-        params = [master.value for master in self.masters] if with_masters else []
-        for param in (*params, *self.direct):
-            if param.grad is not None:
-                yield param.grad
-        for _, grad in self.saved:
-            yield grad
+    # -- a block begins ------------------------------------------------------------------------------------------------
+    def reset_if_cleared(self) -> None:
+        """Where all gradients are None, forget overflows and users: a step that would use none is not skipped."""
+        noted = self.users or self.overflows or self.may_be_non_finite or self.has_foreign_gradients
+        if not noted or self.pending is not None or self.state is GradientState.LOST:
+            return
+        if not self.has_gradients():
+            self._forget_overflows_and_users()
+            if self.state is GradientState.UNSCALED:
+                self.state = GradientState.NONE
 
-    # -- a block -------------------------------------------------------------------------------------------------------
-    def close(self) -> None:
-        """Note that no block is open any more, and that no gradient is scaled or saved."""
-        self.block = None
-        self.saved = []
-        if self.pending is not None:
-            self.note_unscaled()
-
-    def begin_anew(self, by: Iterable[Optimizer]) -> bool:
-        """Drop what a user among ``by`` has stepped with; return whether that was kept for another user.
+    def begin_anew(self, by: Iterable[Optimizer]) -> None:
+        """Drop what a user among ``by`` has stepped with; warn if that was kept for another user.
 
         Gradients that were lost have skipped a step then.
         """
         if len(self.users) < 2 or not any(map(self.has_stepped, by)):
-            return False
+            return
         was_kept = any(master.value.grad is not None for master in self.masters)
-        for master in self.masters:
-            master.drop_gradient()
+        self._drop_masters_gradients()
         self.users = {user: stepped for user, stepped in self.users.items() if not stepped}
-        self._age_overflows()
+        self._drop_flags()
         if self.state is GradientState.LOST:
             self.state = GradientState.NONE
-        return was_kept and self._has_waiting_user()
+        if was_kept and self._has_waiting_user():
+            misuse.warn_of("shared gradients dropped")
 
-    def reset_if_cleared(self) -> None:
-        """Where all gradients are None, forget overflows and users: a step that would use none is not skipped."""
-        noted = self.users or self.overflows or self.has_old_overflow or self.has_foreign_gradients
-        if not noted or self.pending is not None or self.state is GradientState.LOST:
-            return
-        if not self.has_gradients():
-            self._forget()
-            if self.state is GradientState.UNSCALED:
-                self.state = GradientState.NONE
+    def begin_block(self, block: OpenBlock) -> None:
+        """Note that ``block`` is open: from here on, an exception puts back what was saved."""
+        self.block = block
 
-    def _age_overflows(self) -> None:
-        """Keep of overflows that what they left may still be there."""
-        self.has_old_overflow = self.has_old_overflow or bool(self.overflows)
-        self.overflows = []
-
-    def _forget(self) -> None:
-        self.overflows = []
-        self.has_old_overflow = False
-        self.has_foreign_gradients = False
-        self.users.clear()
-
+    # -- it ends -------------------------------------------------------------------------------------------------------
     def add_saved(self) -> None:
         """Add the gradients that were saved to those that came since."""
         for param, old in self.saved:
             param.grad = old if param.grad is None else _torch.sum_of(param.grad, old)
         self.saved = []
+
+    def end_block(self) -> None:
+        """Note that no block is open any more, and that no gradient is scaled or saved."""
+        self.block = None
+        self.saved = []
+        if self.pending is not None:
+            self.note_unscaled()
 
     def note_new(self, has_new_grads: bool, block_has_new_grads: bool = True) -> None:
         """Note whether a block has left new gradients here, or to any of its sets."""
@@ -208,7 +219,7 @@ class GradientSet:
             self.state = GradientState.EMPTY
 
     def note_user(self, optimizer: Optimizer) -> None:
-        """Note that a block of ``optimizer`` gave these gradients."""
+        """Note that a block of ``optimizer`` gave these gradients, if it gave any."""
         if self.state not in (GradientState.NONE, GradientState.EMPTY):
             self.users.setdefault(weakref.ref(optimizer), False)
 
@@ -218,8 +229,28 @@ class GradientSet:
         if len(self.overflows) > MAX_FLAGS:  # a script may never step
             self.overflows = _one_per_scaler(self.overflows)
 
-    def pend(self, pending: Pending) -> None:
-        """Leave the gradients of a block scaled."""
+    def clear_scaled(self) -> None:
+        """Clear what a block has given that raised, and what it may have added to: gradients still scaled."""
+        for leaf in self.leaves():
+            leaf.grad = None
+        self._drop_unsynced()
+
+    def lose(self) -> None:
+        """Clear what the end of a block has left half unscaled when it raised; the next step is skipped."""
+        self.clear_scaled()
+        self._drop_masters_gradients()
+        self.end_block()
+        self.overflows = []
+        self.state = GradientState.LOST
+
+    # -- gradients that stay scaled ------------------------------------------------------------------------------------
+    def leave_pending(self, pending: Pending) -> None:
+        """Leave the gradients of a block scaled; it is not open any more."""
+        self.block = None
+        self.mark_pending(pending)
+
+    def mark_pending(self, pending: Pending) -> None:
+        """Note that what is in ``p.grad`` is scaled."""
         if self.pending is None:
             state.optimizers.pending.append(self)
         self.pending = pending
@@ -231,18 +262,6 @@ class GradientSet:
         state.optimizers.pending = [other for other in state.optimizers.pending if other is not self]
         if self.state is GradientState.PENDING:
             self.state = GradientState.UNSCALED if self.has_gradients() else GradientState.NONE
-
-    def lose(self) -> None:
-        """Clear what the end of a block has left half unscaled when it raised; the next step is skipped."""
-        for master in self.masters:
-            master.half.grad = None
-            master.drop_gradient()
-        for param in self.direct:
-            param.grad = None
-        self._drop_waiting()
-        self.close()
-        self.overflows = []
-        self.state = GradientState.LOST
 
     # -- steps and clearing --------------------------------------------------------------------------------------------
     def note_step(self, optimizer: Optimizer, skipped: bool | None) -> None:
@@ -257,59 +276,73 @@ class GradientSet:
     def note_checked(self, has_overflowed: bool) -> None:
         """Note that a closure's evaluation was checked: its flags say nothing of the next evaluation."""
         if has_overflowed:
-            self._age_overflows()
+            self._drop_flags()
         self.overflows = []
 
-    def _use_up(self, skipped: bool | None) -> None:
-        """Drop the masters' gradients; those of other tensors stay, as in plain torch."""
-        for master in self.masters:
-            master.added_grad = None
-            master.value.grad = None
-        may_stay = bool(self.overflows or self.has_old_overflow) and skipped is not False
-        self._forget()
-        self.has_old_overflow = may_stay
-        self.state = GradientState.NONE
-
-    def clear(self) -> None:
+    def note_cleared(self) -> None:
         """Note that ``zero_grad`` has cleared or zeroed all gradients."""
         self.saved = []
         if self.pending is not None:
-            self._drop_waiting()
+            self._drop_unsynced()
             self.note_unscaled()
         if self.state is not GradientState.LOST:
-            self._forget()
+            self._forget_overflows_and_users()
             self.state = GradientState.NONE
 
-    def undo(self) -> None:
-        """Drop what a block has given that raised, and what it may have added to: gradients still scaled."""
-        for leaf in self.leaves():
-            leaf.grad = None
-        self._drop_waiting()
+    def _use_up(self, skipped: bool | None) -> None:
+        """Drop the masters' gradients; those of other tensors stay, as in plain torch."""
+        self._drop_masters_gradients()
+        self._drop_flags()
+        may_be_non_finite = self.may_be_non_finite and skipped is not False
+        self._forget_overflows_and_users()
+        self.may_be_non_finite = may_be_non_finite
+        self.state = GradientState.NONE
 
-    def _drop_waiting(self) -> None:
+    def _drop_flags(self) -> None:
+        """Forget the flags of overflows; what they tell of may still be there, and the next step looks."""
+        self.may_be_non_finite = self.may_be_non_finite or bool(self.overflows)
+        self.overflows = []
+
+    def _forget_overflows_and_users(self) -> None:
+        self.overflows = []
+        self.may_be_non_finite = False
+        self.has_foreign_gradients = False
+        self.users.clear()
+
+    def _drop_masters_gradients(self) -> None:
+        for master in self.masters:
+            master.drop_gradient()
+
+    def _drop_unsynced(self) -> None:
+        """Drop the gradients that a wrapper of the model keeps for a later backward pass."""
         for adapter in state.adapters:
-            adapter.drop_waiting_gradients(self.leaves())
+            adapter.drop_unsynced_gradients(self.leaves())
 
     # -- other holders -------------------------------------------------------------------------------------------------
-    def part(self, masters: list[Master], direct: list[torch.Tensor], holders: Sequence[Optimizer]) -> GradientSet:
-        """A set in the same state, of some of these tensors and of new ones, which ``holders`` hold."""
-        held = set(map(id, direct))
-        return replace(
+    def part(self, members: list[Master | torch.Tensor], holders: Sequence[Optimizer]) -> GradientSet:
+        """A set in the same state, of some of these tensors, which ``holders`` hold."""
+        part = replace(
             self,
-            masters=masters,
-            direct=direct,
-            saved=[(param, grad) for param, grad in self.saved if id(param) in held],
+            masters=[],
+            direct=[],
             overflows=list(self.overflows),
             users={user: stepped for user, stepped in self.users.items() if user() in holders},
         )
+        for member in members:
+            part.add(member)
+        direct = set(map(id, part.direct))
+        part.saved = [(param, grad) for param, grad in self.saved if id(param) in direct]
+        if part.users and not part._has_waiting_user():  # the last one is gone, or does not hold them any more
+            part._use_up(skipped=None)
+        return part
 
 
-def _one_per_scaler(flags: list[Overflow]) -> list[Overflow]:
-    """One flag for each scaler, that tells whether any of its ``flags`` is set."""
-    by_scaler: dict[LossScaler, list[torch.Tensor]] = {}
-    for scaler, flag in flags:
+def _one_per_scaler(overflows: list[Overflow]) -> list[Overflow]:
+    """One of ``overflows`` for each scaler, whose flag tells whether any of them is set."""
+    by_scaler: dict[LossScaler | None, list[torch.Tensor]] = {}
+    for scaler, flag in overflows:
         by_scaler.setdefault(scaler, []).append(flag)
-    return [(scaler, _torch.any_of(held)) for scaler, held in by_scaler.items()]
+    return [Overflow(scaler, _torch.any_of(flags)) for scaler, flags in by_scaler.items()]
 
 
 # -- which sets there are ----------------------------------------------------------------------------------------------
@@ -343,101 +376,81 @@ def _drop_saved(module: torch.nn.Module, set_to_none: bool) -> None:
         each.saved = [(param, grad) for param, grad in each.saved if id(param) not in cleared]
 
 
-class _Members:
-    """The tensors of a set in the making: those that some optimizers hold, and that have come from one older set."""
+@dataclass(eq=False)
+class _Group:
+    """What exactly the optimizers ``holders`` hold, by the sets that it was in until now."""
 
-    def __init__(self, holders: list[Optimizer]) -> None:
-        self.holders = holders
-        self.masters: list[Master] = []
-        self.direct: list[torch.Tensor] = []
+    holders: list[Optimizer]
+    members_by_set: dict[GradientSet, list[Master | torch.Tensor]] = field(default_factory=dict)
+    newcomers: list[Master | torch.Tensor] = field(default_factory=list)
 
-    def add(self, leaf: Master | torch.Tensor) -> None:
-        if isinstance(leaf, Master):
-            self.masters.append(leaf)
-        else:
-            self.direct.append(leaf)
+    def sets(self) -> list[GradientSet]:
+        """The sets of these optimizers from now on: one for each older set; newcomers join the first."""
+        sets = [old.part(members, self.holders) for old, members in self.members_by_set.items()]
+        if not sets:
+            # An optimizer that is gone may have left gradients that are not finite.
+            sets = [GradientSet(may_be_non_finite=state.optimizers.has_scaled)]
+        for member in self.newcomers:
+            sets[0].add(member)
+        return sets
 
 
 def regroup() -> None:
     """Bring the sets of all optimizers up to date with what each of them holds.
 
-    A set that falls apart passes its state on to each part. Tensors that no set had join the set of their holders.
-
     An optimizer goes on with the gradients of one that is gone, also where they are still scaled, as in plain torch.
-    Those of tensors that no optimizer held for a while are dropped: blocks give gradients to every tensor of a loss,
+    Those of tensors that no optimizer held for a while are cleared: blocks give gradients to every tensor of a loss,
     and unscale those of their optimizers.
     """
     index = state.optimizers
     optimizers = index.listed()
-    groups = _members_by_holders(optimizers)
-    held_before = index.held
-    index.held = weakref.WeakValueDictionary()
-    index.pending = []
+    groups = _groups_by_holders(optimizers)
+    leaves = {id(leaf): leaf for optimizer in optimizers for leaf in optimizer._amp_stash.leaves()}
+    if index.has_scaled:
+        _clear_gradients([leaf for key, leaf in leaves.items() if index.held.get(key) is not leaf])
+    index.held = weakref.WeakValueDictionary(leaves)
     index.grouped = len(optimizers)
+    index.pending = []
     for optimizer in optimizers:
         optimizer._amp_stash.sets = []
-        index.held.update({id(leaf): leaf for leaf in optimizer._amp_stash.leaves()})
-    for members_by_set in groups:
-        newcomers = members_by_set.pop(None, None)
-        if newcomers is not None and members_by_set:
-            joined, members = next(iter(members_by_set.items()))
-            if joined is not None and joined.pending is None:
-                _drop_scaled(newcomers, held_before)
-            members.masters += newcomers.masters
-            members.direct += newcomers.direct
-        elif newcomers is not None:
-            _drop_scaled(newcomers, held_before)
-            # An optimizer that is gone may have left gradients that are not finite.
-            members_by_set[GradientSet(has_old_overflow=index.has_scaled)] = newcomers
-        for old, members in members_by_set.items():
-            if old is not None:
-                _put_in_place(old.part(members.masters, members.direct, members.holders), members.holders)
+    for group in groups:
+        for gradient_set in group.sets():
+            if gradient_set.pending is not None:
+                index.pending.append(gradient_set)
+            for optimizer in group.holders:
+                optimizer._amp_stash.sets.append(gradient_set)
 
 
-def _put_in_place(made: GradientSet, holders: list[Optimizer]) -> None:
-    """Give a set to its holders; used up if a user that has yet to step does not hold it any more, or is gone."""
-    if made.pending is not None:
-        state.optimizers.pending.append(made)
-    if made.users and not made._has_waiting_user():
-        made._use_up(skipped=None)
-    for optimizer in holders:
-        optimizer._amp_stash.sets.append(made)
-
-
-def _drop_scaled(newcomers: _Members, held_before: Mapping[int, torch.Tensor]) -> None:
-    """Clear gradients of ``newcomers`` that are none of ``held_before``, if a loss was scaled yet."""
-    if not state.optimizers.has_scaled:
-        return
-    for master in newcomers.masters:
-        if held_before.get(id(master.half)) is not master.half:
-            master.drop_gradient()
-            _drop_scaled_gradient(master.half)
-    for param in newcomers.direct:
-        if held_before.get(id(param)) is not param:
-            _drop_scaled_gradient(param)
-
-
-def _drop_scaled_gradient(leaf: torch.Tensor) -> None:
-    if leaf.grad is not None:
-        leaf.grad = None
-        misuse.warn_of("scaled gradients of a later param")
-
-
-def _members_by_holders(optimizers: list[Optimizer]) -> list[dict[GradientSet | None, _Members]]:
-    """For each combination of ``optimizers``, the tensors that exactly these hold, by the set that they are in now."""
+def _groups_by_holders(optimizers: list[Optimizer]) -> list[_Group]:
+    """The tensors of ``optimizers``, in groups that exactly the same of them hold."""
     old_sets = dict.fromkeys([*state.optimizers.pending, *sets_of(optimizers)])
     old_set_of = {id(leaf): old for old in old_sets for leaf in old.leaves()}
-    leaves: dict[int, Master | torch.Tensor] = {}
+    members: dict[int, Master | torch.Tensor] = {}
     holders: dict[int, list[Optimizer]] = {}
     for optimizer in optimizers:
         stash = optimizer._amp_stash
-        leaves.update((id(master.half), master) for master in stash.masters)
-        leaves.update((id(param), param) for param in stash.direct)
+        members.update((id(master.half), master) for master in stash.masters)
+        members.update((id(param), param) for param in stash.direct)
         for leaf in stash.leaves():
             holders.setdefault(id(leaf), []).append(optimizer)
-    groups: dict[tuple[int, ...], dict[GradientSet | None, _Members]] = {}
-    for key, held in leaves.items():
+    groups: dict[tuple[int, ...], _Group] = {}
+    for key, member in members.items():
         held_by = holders[key]
-        members_by_set = groups.setdefault(tuple(map(id, held_by)), {})
-        members_by_set.setdefault(old_set_of.get(key), _Members(held_by)).add(held)
+        group = groups.setdefault(tuple(map(id, held_by)), _Group(held_by))
+        old = old_set_of.get(key)
+        if old is None:
+            group.newcomers.append(member)
+        else:
+            group.members_by_set.setdefault(old, []).append(member)
     return list(groups.values())
+
+
+def _clear_gradients(leaves: list[torch.Tensor]) -> None:
+    """Clear the gradients of ``leaves``, and those of their masters; warn where there was one."""
+    for leaf in leaves:
+        master = master_of(leaf)
+        if master is not None:
+            master.drop_gradient()
+        if leaf.grad is not None:
+            leaf.grad = None
+            misuse.warn_of("scaled gradients of a later param")

@@ -113,8 +113,14 @@ class StaticLossScale:
             self.clean_passes = torch.full_like(self.clean_passes, count)
 
     def adjust(self, found_inf: torch.Tensor) -> None:
-        """Count a pass; ``found_inf`` moves nothing. The scale was made by then."""
-        if self.clean_passes is not None:
+        """Count a pass; ``found_inf`` moves nothing."""
+        self.count_clean_pass()
+
+    def count_clean_pass(self) -> None:
+        """Count a pass, on the device once the scale is there."""
+        if self.clean_passes is None:
+            self.initial_clean_passes += 1
+        else:
             self.clean_passes.add_(1)
 
 

@@ -22,7 +22,7 @@ from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.casts.contexts import CastsOff, save
 from ampcompat.amp.half.masters import Master, drop_cleared_gradients, master_of, push_all, zero_gradients
-from ampcompat.amp.scaling import block, passes
+from ampcompat.amp.scaling import block, legacy_methods
 from ampcompat.amp.scaling.closures import step_with_closure
 from ampcompat.amp.scaling.exchange import give_back_params, inner_optimizers, match_state
 from ampcompat.amp.scaling.gradient_sets import regroup, sets_of
@@ -66,7 +66,7 @@ def detach(optimizer: Optimizer) -> None:
         if gradient_set.pending is not None and gradient_set not in theirs:
             for leaf in gradient_set.leaves():
                 leaf.grad = None
-            gradient_set.clear()
+            gradient_set.note_cleared()
     give_back_params(optimizer)
     match_state(optimizer)
     for name in ("_amp_stash", *_LEGACY_METHODS):
@@ -179,7 +179,7 @@ def _zero_grad(optimizer: Optimizer, original: Callable[..., Any], *args: Any, *
     if stash.masters:
         _clear_half_gradients(stash.masters, *args, **kwargs)
     for gradient_set in stash.sets:
-        gradient_set.clear()
+        gradient_set.note_cleared()
 
 
 @_torch.without_grad
@@ -221,6 +221,6 @@ _LEGACY_METHODS: dict[str, Callable[..., Any]] = {
     "_amp_lazy_init": lambda optimizer: optimizer._amp_stash.look_up(optimizer),
     "_lazy_init_maybe_master_weights": lambda optimizer: optimizer._amp_stash.look_up(optimizer),
     "_master_params_to_model_params": lambda optimizer: push_all(optimizer._amp_stash.masters),
-    "_prepare_amp_backward": passes.prepare_amp_backward,
-    "_post_amp_backward": passes.post_amp_backward,
+    "_prepare_amp_backward": legacy_methods.prepare_amp_backward,
+    "_post_amp_backward": legacy_methods.post_amp_backward,
 }

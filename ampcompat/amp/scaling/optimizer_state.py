@@ -34,12 +34,12 @@ class LastStep:
 
     Attributes:
         skipped: Whether it was skipped; None before the first step, and while only the device knows.
-        first_gradient: The first gradient in the model when the step had used it. A step that finds the same one again
+        gradient_used: The first gradient in the model when the step had used it. A step that finds the same one again
             had no new gradient.
     """
 
     skipped: bool | None = None
-    first_gradient: weakref.ref[torch.Tensor] | None = None
+    gradient_used: weakref.ref[torch.Tensor] | None = None
 
 
 @dataclass(eq=False)
@@ -94,7 +94,7 @@ class AmpOptimizerState:
         return None
 
     @contextmanager
-    def showing(self, sets: list[GradientSet]) -> Iterator[None]:
+    def limited_to(self, sets: list[GradientSet]) -> Iterator[None]:
         """Context in which ``sets`` are those of this optimizer."""
         own = self.sets
         self.sets = sets
@@ -181,7 +181,7 @@ class AmpOptimizerState:
         pending = Pending(scaler.scale_on(), {scaler: None})
         for each in self.sets:
             if value:
-                each.pend(pending)
+                each.mark_pending(pending)
             elif each.pending is not None:
                 each.add_saved()
                 each.note_unscaled()

@@ -19,26 +19,24 @@ from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import push_all, settle
 from ampcompat.amp.half.record import warn_of_replaced
 from ampcompat.amp.observers import notify
-from ampcompat.amp.scaling import misuse, passes
-from ampcompat.amp.scaling.gradient_sets import GradientSet, GradientState
+from ampcompat.amp.scaling import misuse
+from ampcompat.amp.scaling.gradient_sets import GradientSet, GradientState, Overflow
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState, announce
-from ampcompat.amp.scaling.scaler import LossScaler
-from ampcompat.amp.scaling.unscaling import any_non_finite, look_at_half_gradients
+from ampcompat.amp.scaling.passes import end_pending
+from ampcompat.amp.scaling.unscaling import any_non_finite, follow_half_gradients
 
 R = TypeVar("R")
-#: A flag that skips a step; no scaler: of gradients that an earlier overflow has left.
-Flag = tuple[LossScaler | None, torch.Tensor]
 
 
 @_torch.eager
 def is_plain(stash: AmpOptimizerState) -> bool:
-    """Whether blocks have left nothing but unscaled gradients: the scale is one, and there are no masters."""
+    """Whether torch's own step is all there is to do: nothing is scaled, and there are no masters."""
     if stash.masters or stash.undecided_steps:
         return False
     for each in stash.sets:
         if each.state is not GradientState.UNSCALED:
             return False
-        if each.overflows or each.has_old_overflow or each.has_foreign_gradients:
+        if each.overflows or each.may_be_non_finite or each.has_foreign_gradients:
             return False
     return True
 
@@ -59,28 +57,33 @@ def plain_step(optimizer: Optimizer, stash: AmpOptimizerState, original: Callabl
 @_torch.skip_compile_of_frame
 def scaled_step(optimizer: Optimizer, stash: AmpOptimizerState, step: Callable[[], Any]) -> Any:
     """Make the step, or skip it on the host; or leave that to an optimizer that skips on the device."""
-    _end_pending(stash)  # first: what skips on the device looks at gradients
-    on_device = _skips_on_device(optimizer)
-    skip = prepare(optimizer, stash, on_device)
-    if skip:
+    make_ready(stash)
+    flags = overflows_of(optimizer, stash)
+    skips_on_device = bool(flags) and _skips_on_device(optimizer)
+    if stash.has_state(GradientState.LOST):
         finish(optimizer, stash, skipped=True)
         return None
-    used = [each for each in stash.sets if each.has_stepped(optimizer)]
-    if used:
-        step = functools.partial(_without_gradients, used, step)
-    flags = _flags(optimizer, stash) if on_device else []
-    if not flags:
+    if flags and not skips_on_device:
+        overflowed = read(stash, flags)
+        if overflowed:
+            announce_skip(overflowed)
+            finish(optimizer, stash, skipped=True)
+            return None
+    already_stepped = [each for each in stash.sets if each.has_stepped(optimizer)]
+    if already_stepped:
+        step = functools.partial(_without_gradients, already_stepped, step)
+    if skips_on_device:
+        result = _with_flags(optimizer, stash, flags, step)
+        finish(optimizer, stash, skipped=None)
+    else:
         result = step()
         finish(optimizer, stash, skipped=False)
-        return result
-    result = _with_flags(optimizer, stash, flags, step)
-    finish(optimizer, stash, skipped=None)
     return result
 
 
-def _without_gradients(used: list[GradientSet], step: Callable[[], R]) -> R:
-    """Step without the masters' gradients of ``used``: the optimizer has stepped with them, and others have yet to."""
-    hidden = [(master, master.value.grad) for each in used for master in each.masters]
+def _without_gradients(already_stepped: list[GradientSet], step: Callable[[], R]) -> R:
+    """Step without the masters' gradients that the optimizer has stepped with, and others have yet to."""
+    hidden = [(master, master.value.grad) for each in already_stepped for master in each.masters]
     for master, _ in hidden:
         master.value.grad = None
     try:
@@ -92,52 +95,32 @@ def _without_gradients(used: list[GradientSet], step: Callable[[], R]) -> R:
 
 # -- before it ---------------------------------------------------------------------------------------------------------
 @_torch.eager
-def prepare(optimizer: Optimizer, stash: AmpOptimizerState, on_device: bool = False, is_skipped: bool = True) -> bool:
-    """Have unscaled gradients and masters ready for a step; whether the host skips it.
-
-    Args:
-        optimizer: About to step.
-        stash: Its own.
-        on_device: The optimizer reads the overflow flags itself; the host reads none.
-        is_skipped: After an overflow, the step is skipped, and a message says so.
-    """
-    _end_pending(stash)
+def make_ready(stash: AmpOptimizerState) -> None:
+    """Have unscaled gradients and masters ready for a step."""
+    for gradient_set in stash.sets:
+        end_pending(gradient_set)
     if stash.masters:
         _prepare_masters(stash)
     if stash.undecided_steps:
         stash.report_arrived()
     for gradient_set in stash.sets:
         gradient_set.reset_if_cleared()
-    states = [each.state for each in stash.sets]
-    if GradientState.LOST in states:
-        return True
-    _warn_of_misuse(stash, states)
-    if on_device:
-        return False
-    flags = _flags(optimizer, stash)
-    if not flags:
-        return False
-    if stash.undecided_steps:
-        stash.report_all()
-    return _read(flags, is_skipped)
-
-
-def _end_pending(stash: AmpOptimizerState) -> None:
-    """Unscale what blocks have left scaled."""
-    for gradient_set in stash.sets:
-        passes.end_pending(gradient_set)
+    _warn_of_misuse(stash)
 
 
 def _prepare_masters(stash: AmpOptimizerState) -> None:
     """Have masters, and their gradients, follow what the script has done to the model's."""
     for gradient_set in stash.sets:
-        look_at_half_gradients(gradient_set)
+        follow_half_gradients(gradient_set)
     warn_of_replaced(stash.masters)
     settle(stash.masters)
 
 
-def _warn_of_misuse(stash: AmpOptimizerState, states: list[GradientState]) -> None:
-    """Warn of a step to which no block has given gradients, or another optimizer's; ``states``: those of its sets."""
+def _warn_of_misuse(stash: AmpOptimizerState) -> None:
+    """Warn of a step to which no block has given gradients, or another optimizer's."""
+    states = [each.state for each in stash.sets]
+    if GradientState.LOST in states:
+        return
     for each in stash.sets:
         if each.has_foreign_gradients:
             misuse.warn_of("scaled gradients of another block")
@@ -151,45 +134,46 @@ def _warn_of_misuse(stash: AmpOptimizerState, states: list[GradientState]) -> No
     gradient = stash.first_gradient()
     if gradient is None:
         return
-    used = stash.last_step.first_gradient
+    used = stash.last_step.gradient_used
     if used is None or _torch.tensor_of(used) is not gradient:
         misuse.warn_of("no block")
 
 
 # -- overflows ---------------------------------------------------------------------------------------------------------
-def _flags(optimizer: Optimizer, stash: AmpOptimizerState) -> list[Flag]:
+@_torch.eager
+def overflows_of(optimizer: Optimizer, stash: AmpOptimizerState) -> list[Overflow]:
     """The flags any of which skips a step of ``optimizer``."""
-    flags: dict[int, Flag] = {}  # a block's sets have the same flag
+    overflows: dict[int, Overflow] = {}  # a block's sets have the same flag
     suspects: list[torch.Tensor] = []
     for each in stash.sets:
         has_stepped = each.has_stepped(optimizer)
         if not has_stepped:
             for overflow in each.overflows:
-                flags[id(overflow[1])] = overflow
-        if each.has_old_overflow or (has_stepped and each.overflows):
+                overflows[id(overflow.flag)] = overflow
+        if each.may_be_non_finite or (has_stepped and each.overflows):
             suspects += each.gradients(with_masters=not has_stepped)
     if suspects:
         still_there = any_non_finite(suspects)
-        flags[id(still_there)] = (None, still_there)
-    return list(flags.values())
+        overflows[id(still_there)] = Overflow(None, still_there)
+    return list(overflows.values())
 
 
-def _read(flags: list[Flag], is_skipped: bool) -> bool:
-    """Read whether one of ``flags`` is set, and say so where a step ``is_skipped`` for it.
-
-    Host syncs: one, and one more for each scale that the message names.
-    """
-    first = flags[0][1]
-    if len(flags) == 1:
+def read(stash: AmpOptimizerState, overflows: list[Overflow]) -> list[Overflow]:
+    """Read which of ``overflows`` (at least one) are set: one host sync."""
+    if stash.undecided_steps:
+        stash.report_all()
+    first = overflows[0].flag
+    if len(overflows) == 1:
         values = [first.item()]
     else:
-        values = torch.stack([flag.to(first.device) for _, flag in flags]).to("cpu").tolist()
-    if not any(values):
-        return False
-    overflowed = [scaler for (scaler, _), value in zip(flags, values, strict=True) if value]
-    if is_skipped:
-        announce([(scaler, 0.0 if scaler is None else scaler.scale_after_back_off().item()) for scaler in overflowed])
-    return True
+        values = torch.stack([overflow.flag.to(first.device) for overflow in overflows]).to("cpu").tolist()
+    return [overflow for overflow, value in zip(overflows, values, strict=True) if value]
+
+
+def announce_skip(overflowed: list[Overflow]) -> None:
+    """Say of which scalers an overflow skips a step: one host sync for each scale."""
+    scalers = [scaler for scaler, _ in overflowed]
+    announce([(scaler, 0.0 if scaler is None else scaler.scale_after_back_off().item()) for scaler in scalers])
 
 
 @_torch.eager
@@ -210,7 +194,7 @@ def _skips_on_device(optimizer: Optimizer) -> bool:
     return True
 
 
-def _with_flags(optimizer: Optimizer, stash: AmpOptimizerState, flags: list[Flag], step: Callable[[], R]) -> R:
+def _with_flags(optimizer: Optimizer, stash: AmpOptimizerState, flags: list[Overflow], step: Callable[[], R]) -> R:
     """Step with ``flags`` lent to the optimizer; the message follows when they have reached the host."""
     optimizer.grad_scale = None
     optimizer.found_inf = _torch.any_of([flag for _, flag in flags])
@@ -239,7 +223,7 @@ def finish(optimizer: Optimizer, stash: AmpOptimizerState, skipped: bool | None)
         say("Gradients of a scale_loss block were lost.  Skipping step")
     gradient = stash.first_gradient()
     stash.last_step.skipped = skipped
-    stash.last_step.first_gradient = None if gradient is None else weakref.ref(gradient)
+    stash.last_step.gradient_used = None if gradient is None else weakref.ref(gradient)
     if skipped:
         optimizer._opt_called = True  # LR schedulers warn when the first step they see never happened
     stash.session.steps += 1

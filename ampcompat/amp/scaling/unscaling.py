@@ -39,8 +39,8 @@ _GRAD = attrgetter("grad")
 _IS_SPARSE = attrgetter("is_sparse")
 
 
-def look_at_half_gradients(gradient_set: GradientSet) -> None:
-    """See what a script has done to the gradients of half weights: their masters' are cleared too, or not edited."""
+def follow_half_gradients(gradient_set: GradientSet) -> None:
+    """Clear masters' gradients whose half gradient a script has cleared; warn of one that it edited: they stay."""
     if gradient_set.masters and drop_cleared_gradients(gradient_set.masters):
         misuse.warn_of("half gradients edited")
 
@@ -74,7 +74,7 @@ def rescale_pending(gradient_set: GradientSet, pending: Pending, scaler: LossSca
         if state.adapters:
             scaled = list(map(_torch.local_part, scaled))
         for adapter in state.adapters:
-            scaled += adapter.waiting_gradients(gradient_set.leaves())
+            scaled += adapter.unsynced_gradients(gradient_set.leaves())
         with torch.no_grad():
             for grad in scaled:
                 was = pending.scale.to(grad.device, non_blocking=True)
@@ -107,7 +107,6 @@ def unscale_new(gradient_set: GradientSet, scaler: LossScaler, scale: torch.Tens
         for adapter in state.adapters:
             _share_overflow(adapter, scaler, gradient_set.direct)
     if len(half_gradients) < len(masters):
-        drop_cleared_gradients(masters)  # in the block, whose backward pass gave them none
         mirror_to_half(masters, scale)
     if gradient_set.saved:
         gradient_set.add_saved()
@@ -170,7 +169,7 @@ def _add_to_masters(
     sums: list[torch.Tensor] = []
     addends: list[torch.Tensor] = []
     for (master, half), grad in zip(half_gradients.items(), grads, strict=True):
-        master.added_grad = (half, half._version)
+        master.note_added(half)
         accumulated = master.value.grad
         if accumulated is None:
             master.value.grad = grad
@@ -210,7 +209,7 @@ def mirror_to_half(masters: Sequence[Master], scale: torch.Tensor | None) -> Non
             scaled = grad if scale is None else grad * scale.to(grad.device)
             shown = scaled.to(master.dtype)
             master.half.grad = shown
-            master.added_grad = (shown, shown._version)
+            master.note_added(shown)
 
 
 def _entries(grad: torch.Tensor) -> torch.Tensor:

@@ -58,14 +58,15 @@ DELAYS = pytest.mark.parametrize("delay_unscale", [False, True])
 # -- parameters --------------------------------------------------------------------------------------------------------
 @LEVELS
 @DELAYS
-def test_a_group_taken_out_and_put_back_begins_anew(level, delay_unscale):
+@pytest.mark.parametrize("is_pending_then", [False, True])
+def test_a_group_taken_out_and_put_back_begins_anew(level, delay_unscale, is_pending_then):
     model = Two()
     optimizer = sgd(model.a.parameters(), model.b.parameters())
     start(level, model, optimizer)
     block(model, optimizer, delay_unscale=delay_unscale)
     group = optimizer.param_groups.pop()
     optimizer.zero_grad()  # does not reach it
-    block(model, optimizer)
+    block(model, optimizer, delay_unscale=is_pending_then)
     with pytest.warns(UserWarning, match=CLEARED):
         optimizer.add_param_group(group)
     assert moved(model.b, optimizer.step) == 0

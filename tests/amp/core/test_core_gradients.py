@@ -196,12 +196,6 @@ def unscaled_by_another_optimizer(level):
     return model, optimizer, other
 
 
-def pending_like_those_of_the_optimizer(level):
-    model, optimizer = start(level, a_head, loss_scale=2.0**10)
-    backward(model, optimizer, delay_unscale=True)
-    return model, optimizer
-
-
 def never_scaled(level):
     model, optimizer = start(level, a_head, loss_scale=1.0)
     backward(model, optimizer)
@@ -209,9 +203,7 @@ def never_scaled(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize(
-    "way", [unscaled_by_another_optimizer, pending_like_those_of_the_optimizer, never_scaled], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("way", [unscaled_by_another_optimizer, never_scaled], ids=lambda f: f.__name__)
 def test_a_later_param_may_bring_gradients(level, way):
     model, optimizer, *_others = way(level)
     grad = model.bn.weight.grad
