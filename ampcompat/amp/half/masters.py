@@ -309,14 +309,14 @@ def refresh(masters: Iterable[Master]) -> None:
     """Have half weights follow what was written to their masters, before a forward. No host sync."""
     written = _written(masters)
     if written:
-        _torch.run_untraced(_refresh, written)
+        _torch.run_untraced(_bring_up_to_date, written, False)
 
 
 def settle(masters: Iterable[Master]) -> None:
     """Have each copy follow what was written to the other, before a step, a save or a copy. No host sync."""
     written = _written(masters)
     if written:
-        _torch.run_untraced(_settle, written)
+        _torch.run_untraced(_bring_up_to_date, written, True)
 
 
 def _written(masters: Iterable[Master]) -> list[Master]:
@@ -332,28 +332,18 @@ def _written(masters: Iterable[Master]) -> list[Master]:
     ]
 
 
-def _refresh(masters: list[Master]) -> None:
-    if _is_traced():
-        return
-    for master in masters:
-        master.follow_module()
-    _round_into_model([master for master in masters if master.written() is Copy.VALUE])
-
-
-def _settle(masters: list[Master]) -> None:
-    if _is_traced():
+def _bring_up_to_date(masters: list[Master], takes_in_half: bool) -> None:
+    """Write ``masters`` that were written into the model; with ``takes_in_half``, half weights into masters as well."""
+    tensors_are_stand_ins = torch.compiler.is_compiling() or _torch.in_fake_mode()
+    if tensors_are_stand_ins:
         return
     for master in masters:
         master.follow_module()
     by_half = [master for master in masters if master.written() is Copy.HALF]
     by_value = [master for master in masters if master.written() is Copy.VALUE]
-    take_in(by_half)
+    if takes_in_half:
+        take_in(by_half)
     _round_into_model(by_value)
-
-
-def _is_traced() -> bool:
-    """Whether a compiler or exporter looks on: tensors are stand-ins."""
-    return torch.compiler.is_compiling() or _torch.in_fake_mode()
 
 
 def take_in(masters: Sequence[Master]) -> None:

@@ -45,25 +45,6 @@ def half_weights(module: torch.nn.Module) -> HalfWeights | None:
     return module.__dict__.get(ATTRIBUTE)
 
 
-def ensure_half_weights(module: torch.nn.Module, dtype: torch.dtype, has_masters: bool) -> HalfWeights:
-    """Return the record of ``module``, made if missing, and set to ``dtype`` and ``has_masters``."""
-    record: HalfWeights | None = module.__dict__.get(ATTRIBUTE)
-    if record is None:
-        record = HalfWeights(dtype, has_masters)
-        module.__dict__[ATTRIBUTE] = record
-    record.dtype = dtype
-    record.has_masters = has_masters
-    return record
-
-
-def drop_half_weights(module: torch.nn.Module) -> None:
-    """Remove the record of ``module``, whose tensors are float32 again, and its hooks on saving and loading."""
-    record: HalfWeights | None = module.__dict__.pop(ATTRIBUTE, None)
-    if record is not None:
-        for handle in record.hooks:
-            handle.remove()
-
-
 def own_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Names and tensors of ``module``'s own parameters and buffers, but for parameters that ``fully_shard`` holds."""
     held = (*module._parameters.items(), *module._buffers.items())
@@ -74,7 +55,7 @@ def own_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 # -- the masters of a module -------------------------------------------------------------------------------------------
 def masters_by_name(module: torch.nn.Module) -> dict[str, Master]:
     """Return the masters of ``module``'s own tensors; an empty dict where there are none."""
-    record: HalfWeights | None = module.__dict__.get(ATTRIBUTE)
+    record = half_weights(module)
     return {} if record is None else record.masters
 
 
