@@ -262,10 +262,8 @@ def _rebuilt(half: torch.Tensor, value: torch.Tensor) -> Master:
 
 def watch_torch() -> None:
     """Have torch tell masters of ``param.data`` that is taken, and of modules' ``zero_grad``; until a reset."""
-    if not state.masters.watches_torch:
-        state.masters.watches_torch = True
-        _torch.watch_parameter_data(_note_taken, state.undo)
-        _torch.watch_zero_grad(_module_zeroed, state.undo)
+    state.patch_once(_torch.watch_parameter_data, _note_taken)
+    state.patch_once(_torch.watch_zero_grad, _module_zeroed)
 
 
 def _note_taken(param: torch.Tensor, alias: torch.Tensor | None) -> None:
