@@ -391,7 +391,7 @@ def _cast_models(session: Session, objects: _Objects, undo: ExitStack) -> None:
         keep_fp32={part for module in objects.kept for part in module.modules()},
         keep_batchnorm_fp32=bool(options["keep_batchnorm_fp32"]),
         has_masters=policy.master_weights,
-        trained=trained if policy.master_weights else (),
+        trained=trained if policy.master_weights else set(),
     )
     boundary = BoundaryPolicy.inside(policy)
     for part in parts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from contextlib import ExitStack
 
 import torch
@@ -24,7 +24,7 @@ def cast_weights(
     keep_fp32: Collection[torch.nn.Module] = (),
     keep_batchnorm_fp32: bool = False,
     has_masters: bool = False,
-    trained: Collection[int] = (),
+    trained: Set[int] = frozenset(),
 ) -> None:
     """Cast every floating parameter and buffer that ``modules`` hold to ``dtype``, in place; complex tensors stay.
 
@@ -102,15 +102,13 @@ def _halve(
     dtype: torch.dtype,
     undo: ExitStack,
     has_masters: bool,
-    trained: Collection[int],
+    trained: Set[int],
     unshared: torch.Tensor,
 ) -> None:
     """Cast the floating tensors that ``module`` itself holds to ``dtype``, and make masters of the ``trained`` ones."""
     for name, tensor in _castable_tensors(module):
         master = _current_master(module, name, tensor)
-        # The cast leaves float32 memory that nothing else holds: a new master takes it over, without a copy.
         leaves_memory = tensor.dtype == torch.float32 and _torch.owns_memory_alone(tensor, unshared)
-        adopts = leaves_memory and master is None
         exact = _exact_values(tensor, master)
         if tensor.dtype != dtype:
             _remember_tensor(tensor, master, undo)
@@ -122,10 +120,12 @@ def _halve(
             _remember_tensor(tensor, master, undo)
             tensor.grad = None
             master.retire()
-        elif _is_trained(tensor, master, trained):
-            if adopts:
-                exact = torch.nn.Parameter(exact, tensor.requires_grad)
-            ensure_master(module, name, exact, adopt=adopts)
+        elif master is None and id(tensor) in trained:
+            # The cast has left float32 memory; where nothing else holds it, the master takes it over, without a copy.
+            value = exact if leaves_memory else exact.to(torch.float32, copy=True)
+            ensure_master(module, name, torch.nn.Parameter(value, tensor.requires_grad))
+        elif master is not None and not trained.isdisjoint((id(tensor), id(master.value))):
+            ensure_master(module, name)
 
 
 def _castable_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -152,13 +152,6 @@ def _cast(tensor: torch.Tensor, exact: torch.Tensor, target: torch.dtype) -> Non
     # A gradient cannot have another dtype than its parameter, and a stale one must not be stepped with.
     tensor.grad = None
     _torch.set_data(tensor, exact.clone() if target == exact.dtype else exact.to(target))
-
-
-def _is_trained(tensor: torch.Tensor, master: Master | None, trained: Collection[int]) -> bool:
-    """Whether an optimizer holds ``tensor``, or its master from an earlier call; ``trained`` has the ids it holds."""
-    if id(tensor) in trained:
-        return True
-    return master is not None and id(master.value) in trained
 
 
 # -- undo --------------------------------------------------------------------------------------------------------------

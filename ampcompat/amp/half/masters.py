@@ -66,8 +66,7 @@ class Master:
 
     Args:
         half: The model's tensor.
-        value: The float32 values to start from; those of ``half`` if None.
-        adopt: Make ``value`` itself the master, without a copy.
+        value: The float32 ``Parameter`` that becomes the master; a copy of ``half`` if None.
 
     Attributes:
         half: The model's parameter or buffer; ``initialize`` gave it its ``dtype``.
@@ -89,18 +88,15 @@ class Master:
         added_grad: The gradient of ``half`` that was last unscaled into ``value.grad``, and its version then.
     """
 
-    def __init__(self, half: torch.Tensor, value: torch.Tensor | None = None, adopt: bool = False) -> None:
+    def __init__(self, half: torch.Tensor, value: torch.Tensor | None = None) -> None:
         if half.is_inference():  # that of a copy made under inference_mode, say
             _torch.leave_inference_mode(half)
         self.half = half
         self.dtype = half.dtype
-        if value is not None and adopt:
-            _torch.leave_inference_mode(value)
-            self.value = value
-        else:
-            with torch.inference_mode(False), torch.no_grad():
-                exact = (half if value is None else value).detach().to(half.device, torch.float32, copy=True)
-                self.value = torch.nn.Parameter(exact, requires_grad=half.requires_grad)
+        if value is None:
+            value = torch.nn.Parameter(half.detach().float(), requires_grad=half.requires_grad)
+        _torch.leave_inference_mode(value)
+        self.value = value
         self.slots: list[tuple[dict[str, Any], str]] = []
         self.added_grad: tuple[torch.Tensor, int] | None = None
         self.taken: Copy | None = None
@@ -246,7 +242,7 @@ class Master:
         value = copy.deepcopy(self.value, memo)
         if not _torch.has_storage(half):
             return self  # a compiler's stand-in for the module, which is never stepped
-        clone = memo[id(self)] = Master(half, value, adopt=True)  # its slots are found by ``masters_of``
+        clone = memo[id(self)] = Master(half, value)  # its slots are found by ``masters_of``
         return clone
 
     def __reduce__(self) -> Any:
@@ -257,7 +253,7 @@ class Master:
 def _rebuilt(half: torch.Tensor, value: torch.Tensor) -> Master:
     """Unpickle a master, perhaps in a process without ``initialize``."""
     watch_torch()
-    return Master(half, value, adopt=True)
+    return Master(half, value)
 
 
 def watch_torch() -> None:

@@ -59,13 +59,13 @@ def masters_by_name(module: torch.nn.Module) -> dict[str, Master]:
     return {} if record is None else record.masters
 
 
-def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None = None, adopt: bool = False) -> Master:
+def ensure_master(module: torch.nn.Module, name: str, value: torch.nn.Parameter | None = None) -> Master:
     """Return the master of the half tensor ``name`` of ``module``, which has a record; made as :class:`Master` says."""
     half: Any = module._parameters.get(name, module._buffers.get(name))
     record: HalfWeights = module.__dict__[ATTRIBUTE]
     master = record.masters.get(name)
     if master is None or master.half is not half:  # the script has put another tensor in the place of the first
-        master = master_of(half) or Master(half, value, adopt)
+        master = master_of(half) or Master(half, value)
         record.masters[name] = master
         state.masters.generation += 1
     master.add_slot(module, name)
