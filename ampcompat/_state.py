@@ -97,7 +97,6 @@ class MasterIndex:
             holds that tensor: ids are reused.
         by_model: Masters of a whole model, valid for one ``generation``.
         generation: Counts masters that were made, dropped or moved to another module.
-        watches_torch: Whether torch tells masters of ``param.data`` that is taken, and of modules' ``zero_grad``.
     """
 
     by_tensor: weakref.WeakValueDictionary[int, Master] = field(default_factory=weakref.WeakValueDictionary)
@@ -105,7 +104,6 @@ class MasterIndex:
         default_factory=weakref.WeakKeyDictionary
     )
     generation: int = 0
-    watches_torch: bool = False
 
 
 @dataclass(eq=False)
@@ -115,13 +113,11 @@ class ModelIndex:
     Attributes:
         live: Models that ``initialize`` was given; copies of them are not listed.
         ddp: Every ``DistributedDataParallel``, torch's and apex's, made since the first ``initialize``; None before.
-        masters_are_named: Whether ``torch.distributed.checkpoint`` finds masters.
         sharded: Modules in models under amp that ``fully_shard`` was called on.
     """
 
     live: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     ddp: weakref.WeakSet[Any] | None = None
-    masters_are_named: bool = False
     sharded: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
 
 
@@ -138,7 +134,6 @@ class OptimizerIndex:
             blocks unscale. Check that the tensor found is the one meant: ids are reused.
         grouped: How many optimizers there were then.
         has_scaled: Whether a loss was multiplied by a scale.
-        watches_modules: Whether torch tells of modules' ``zero_grad``.
     """
 
     live: weakref.WeakKeyDictionary[Optimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
@@ -147,7 +142,6 @@ class OptimizerIndex:
     held: weakref.WeakValueDictionary[int, torch.Tensor] = field(default_factory=weakref.WeakValueDictionary)
     grouped: int = 0
     has_scaled: bool = False
-    watches_modules: bool = False
 
     def listed(self) -> list[Optimizer]:
         """Those under amp, in the order of their ``initialize`` calls."""
@@ -165,7 +159,7 @@ class State:
 
     Attributes:
         undo: Undo of every change made to torch; ``reset()`` runs them in reverse.
-        repeatable_undo: Those on ``undo`` that :meth:`undo_once` has put there.
+        done_once: What :meth:`undo_once` and :meth:`patch_once` were given.
         warned: Keys of the warnings and notes already given (see :func:`ampcompat._log.warn_once`).
         view: What ``amp._amp_state`` shows.
         session: The latest call of ``initialize``.
@@ -181,7 +175,7 @@ class State:
     """
 
     undo: ExitStack = field(default_factory=ExitStack)
-    repeatable_undo: set[Callable[[], None]] = field(default_factory=set)
+    done_once: set[object] = field(default_factory=set)
     warned: set[str] = field(default_factory=set)
     view: dict[str, Any] = field(default_factory=_nothing_initialized)
     session: Session | None = None
@@ -197,9 +191,15 @@ class State:
 
     def undo_once(self, undo: Callable[[], None]) -> None:
         """Have ``reset`` call ``undo``, which undoes what there is, if anything: once, however often this is called."""
-        if undo not in self.repeatable_undo:
-            self.repeatable_undo.add(undo)
+        if undo not in self.done_once:
+            self.done_once.add(undo)
             self.undo.callback(undo)
+
+    def patch_once(self, patch: Callable[[Callable[..., Any], ExitStack], None], called: Callable[..., Any]) -> None:
+        """Have ``patch`` make torch call ``called``, until a reset: once, however often this is called."""
+        if (patch, called) not in self.done_once:
+            self.done_once.add((patch, called))
+            patch(called, self.undo)
 
     def reset(self) -> None:
         """Undo every change to torch and forget everything; live models and optimizers keep what they carry."""

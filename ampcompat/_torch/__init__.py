@@ -110,7 +110,6 @@ from ampcompat._torch.modules import (
     parallel_wrapper,
     patch_ddp_constructor,
     patch_ddp_join,
-    put_back,
     register_state_dict_hooks,
     steps_in_backward,
     tensor_of,

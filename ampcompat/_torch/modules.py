@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from ampcompat._torch.parameters import data_of, set_data
+from ampcompat._torch.parameters import data_of
 from ampcompat._torch.patch import replace
 
 
@@ -162,12 +162,6 @@ def owns_memory_alone(tensor: torch.Tensor, fresh: torch.Tensor) -> bool:
     if sys.getrefcount(storage) != sys.getrefcount(alone):
         return False
     return torch._C._storage_Use_Count(storage._cdata) == torch._C._storage_Use_Count(alone._cdata)
-
-
-def put_back(tensor: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Give ``tensor`` the ``data`` and the ``grad`` that it had; its dtype may be another now."""
-    set_data(tensor, data)
-    tensor.grad = grad
 
 
 def is_zero(optimizer: object) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, ParamSpec
 
 import torch
 
@@ -37,8 +37,10 @@ __all__ = ["bfloat16_function", "float_function", "half_function", "init", "prom
 __all__ += ["register_bfloat16_function", "register_float_function", "register_half_function"]
 __all__ += ["register_promote_function"]
 
+P = ParamSpec("P")
 
-def _rocm_order(init: Callable[..., AmpHandle]) -> Callable[..., AmpHandle]:
+
+def _rocm_order(init: Callable[P, AmpHandle]) -> Callable[P, AmpHandle]:
     """Have ``init`` take ``patch_type`` as third argument, where ROCm's fork has it, if that is a dtype."""
 
     @functools.wraps(init)
@@ -51,30 +53,11 @@ def _rocm_order(init: Callable[..., AmpHandle]) -> Callable[..., AmpHandle]:
     return either_order
 
 
-@overload
-def init(
-    enabled: bool = ...,
-    loss_scale: float | str = ...,
-    enable_caching: bool = ...,
-    verbose: bool = ...,
-    allow_banned: bool = ...,
-    *,
-    patch_type: torch.dtype | None = ...,
-) -> AmpHandle: ...
-@overload
-def init(
-    enabled: bool,
-    loss_scale: float | str,
-    patch_type: torch.dtype,
-    enable_caching: bool = ...,
-    verbose: bool = ...,
-    allow_banned: bool = ...,
-) -> AmpHandle: ...
 @_rocm_order
 def init(
     enabled: bool = True,
     loss_scale: float | str = "dynamic",
-    enable_caching: bool = True,
+    enable_caching: bool | torch.dtype = True,
     verbose: bool = False,
     allow_banned: bool = False,
     *,

@@ -23,7 +23,7 @@ from ampcompat.amp.half.boundary import BoundaryPolicy, set_boundary
 from ampcompat.amp.half.casting import cast_weights
 from ampcompat.amp.half.forward import ModelPolicy
 from ampcompat.amp.half.keep_fp32 import select
-from ampcompat.amp.half.masters import master_of, watch_torch
+from ampcompat.amp.half.masters import watch_torch
 from ampcompat.amp.half.model_class import set_policy
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.levels import LEVELS
@@ -33,6 +33,7 @@ from ampcompat.amp.properties import Properties, read_properties
 from ampcompat.amp.scaling import checkpoint
 from ampcompat.amp.scaling import optimizer as amp_optimizer
 from ampcompat.amp.scaling.checkpoint import load_state_dict, state_dict
+from ampcompat.amp.scaling.exchange import model_tensor
 from ampcompat.amp.scaling.gradient_sets import regroup, watch_modules
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session, release_casts
@@ -239,7 +240,7 @@ def _refuse_to_leave(models: Modules, given: list[Optimizer], policy: ModelPolic
     left = weakref.WeakSet[Any](
         optimizer
         for optimizer in state.optimizers.listed()
-        if _would_be_left(optimizer, given, policy) and _holds_any(optimizer, changed)
+        if _would_be_left(optimizer, given, policy) and not changed.isdisjoint(_ids_held_by(optimizer))
     )
     if left:
         gc.collect()  # an optimizer that is not used any more is part of a cycle: its methods are bound to it
@@ -267,16 +268,9 @@ def _would_be_left(optimizer: Optimizer, given: list[Optimizer], policy: ModelPo
     return not steps_alike
 
 
-def _holds_any(optimizer: Optimizer, params: set[int]) -> bool:
-    """Whether ``optimizer`` holds a parameter whose id is in ``params``, or its master."""
-    held = (param for group in optimizer.param_groups for param in group["params"])
-    return any(id(_model_tensor(param)) in params for param in held)
-
-
-def _model_tensor(param: torch.Tensor) -> torch.Tensor:
-    """The model's tensor that ``param``, held by an optimizer, is or is the master of."""
-    master = master_of(param)
-    return param if master is None else master.half
+def _ids_held_by(optimizer: Optimizer) -> set[int]:
+    """Ids of the model's tensors that ``optimizer`` holds, or holds the masters of."""
+    return {id(model_tensor(param)) for group in optimizer.param_groups for param in group["params"]}
 
 
 # -- what a call says --------------------------------------------------------------------------------------------------
@@ -369,9 +363,9 @@ def _collect_replaced(optimizers: list[Optimizer]) -> None:
 
 def _share_with_others(optimizers: list[Optimizer]) -> bool:
     """Whether an optimizer under amp that is none of ``optimizers`` holds a tensor of theirs."""
-    held = {id(_model_tensor(param)) for one in optimizers for group in one.param_groups for param in group["params"]}
+    held = set[int]().union(*map(_ids_held_by, optimizers))
     others = [other for other in state.optimizers.listed() if not any(other is one for one in optimizers)]
-    return any(_holds_any(other, held) for other in others)
+    return any(not held.isdisjoint(_ids_held_by(other)) for other in others)
 
 
 def _view_of(session: Session, objects: _Objects) -> dict[str, Any]:
@@ -397,7 +391,7 @@ def _cast_models(session: Session, objects: _Objects, undo: ExitStack) -> None:
         keep_fp32={part for module in objects.kept for part in module.modules()},
         keep_batchnorm_fp32=bool(options["keep_batchnorm_fp32"]),
         has_masters=policy.master_weights,
-        trained=trained if policy.master_weights else (),
+        trained=trained if policy.master_weights else set(),
     )
     boundary = BoundaryPolicy.inside(policy)
     for part in parts:

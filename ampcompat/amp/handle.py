@@ -39,7 +39,6 @@ class AmpHandle:
         self._session.switch_casts(bool(active))
 
     _clear_cache = staticmethod(torch.clear_autocast_cache)
-    _disable_casts = staticmethod(disable_casts)
 
     def _deactivate(self) -> None:
         self._session.end_casts()

@@ -22,9 +22,8 @@ from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
 
 def install() -> None:
     """Have ``torch.distributed.checkpoint``, where a script uses it, find masters from now on."""
-    if not state.models.masters_are_named and _torch.has_distributed_checkpoint():
-        state.models.masters_are_named = True
-        _torch.patch_distributed_checkpoint(_masters_named, state.undo)
+    if _torch.has_distributed_checkpoint():
+        state.patch_once(_torch.patch_distributed_checkpoint, _masters_named)
 
 
 @contextmanager

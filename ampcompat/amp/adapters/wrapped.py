@@ -75,7 +75,7 @@ def wrap(optimizer: Any) -> None:
     if getattr(optimizer, "_amp_wrapped", False):
         return
     if _torch.is_zero(optimizer):
-        _refuse_join_where_scaled(optimizer)
+        optimizer.join_hook = types.MethodType(_join_hook_where_not_scaled(optimizer.join_hook), optimizer)
     outer_lists = _param_lists(optimizer)
     sharing = [inner for inner in inner_optimizers(optimizer) if _param_lists(inner) == outer_lists]
     for inner in sharing:
@@ -121,25 +121,18 @@ def _step_as_outer(outer_ref: weakref.ref[Optimizer], original: Callable[..., An
 
 
 # -- ZeroRedundancyOptimizer -------------------------------------------------------------------------------------------
-def _refuse_join_where_scaled(optimizer: Any) -> None:
-    """Refuse ``join()`` where gradients are scaled; without amp, the wrapper passes on."""
-    join_hook: Callable[..., Any] = optimizer.join_hook
+def _join_hook_where_not_scaled(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``original``, a ``join_hook``: in ``join()`` ranks without inputs would step scaled gradients, or none."""
 
-    @functools.wraps(join_hook.__func__)  # type: ignore[attr-defined] # a bound method
-    def checked_join_hook(_: Any, **kwargs: Any) -> Any:
-        _refuse_join(optimizer)
-        return join_hook(**kwargs)
+    @functools.wraps(getattr(original, "__func__", original))
+    def join_hook(self: Any, **kwargs: Any) -> Any:
+        stash = vars(self).get("_amp_stash")
+        if stash is None or all(scaler.is_one for scaler in stash.session.scalers):
+            return original(**kwargs)
+        raise RuntimeError(
+            f"A ZeroRedundancyOptimizer in join(), at opt_level={stash.session.properties.opt_level!r} - ranks that"
+            " have no inputs left step in join, outside of any scale_loss block, with gradients that are still scaled -"
+            " give all ranks equally many inputs, or use an optimizer that is not sharded, with DDP's own join()."
+        )
 
-    optimizer.join_hook = types.MethodType(checked_join_hook, optimizer)
-
-
-def _refuse_join(optimizer: Any) -> None:
-    """Raise a RuntimeError where a rank without inputs would step scaled gradients, or none."""
-    stash = vars(optimizer).get("_amp_stash")
-    if stash is None or all(scaler.is_one for scaler in stash.session.scalers):
-        return
-    raise RuntimeError(
-        f"A ZeroRedundancyOptimizer in join(), at opt_level={stash.session.properties.opt_level!r} - ranks that have no"
-        " inputs left step in join, outside of any scale_loss block, with gradients that are still scaled - give all"
-        " ranks equally many inputs, or use an optimizer that is not sharded, with DDP's own join()."
-    )
+    return join_hook

@@ -77,16 +77,15 @@ def set_ambient(device_types: Iterable[str]) -> None:
 
 
 def _latest_casts() -> Casts:
-    """The casts of the latest call that casts functions, was not undone, and has a model that is alive.
+    """The casts of the latest call in force that was not undone."""
+    enabled = [session.policy.casts for session in sessions_in_force() if session.policy.casts.enabled]
+    return enabled[-1] if enabled else OFF
 
-    A call that was given no model (``amp.init``) lasts until it is undone.
-    """
-    in_force = policies_in_force()
-    for session in reversed(state.casts.sessions):
-        is_in_use = session.policy in in_force or not session.has_models
-        if is_in_use and session.policy.casts.enabled:
-            return session.policy.casts
-    return OFF
+
+def sessions_in_force() -> list[Any]:
+    """Calls that cast functions, the latest last: those that were given no model, and those with one that is alive."""
+    policies = policies_in_force()
+    return [session for session in state.casts.sessions if session.policy in policies or not session.has_models]
 
 
 def policies_in_force() -> list[Policy]:

@@ -50,44 +50,31 @@ def register_half_function(module: object, name: str) -> None:
 
 
 def register_bfloat16_function(module: object, name: str) -> None:
-    """Have ``module.name`` cast its arguments to bfloat16 while casts are on, at O1 too; as in ROCm's fork of apex.
+    """As :func:`register_half_function`, to bfloat16, at O1 too; as in ROCm's fork of apex.
 
     Args:
-        module: Module, class or namespace object that holds the function.
-        name: Its attribute name; see :func:`register_half_function` for classes.
-
-    Raises:
-        ValueError: ``module`` has no such attribute, or it is not a function.
+        module: What holds the function.
+        name: Its attribute name.
     """
     _register(module, name, Rule.BFLOAT16)
 
 
 def register_float_function(module: object, name: str) -> None:
-    """Have ``module.name`` cast its arguments to float32 while casts are on.
-
-    As in apex (``apex/amp/amp.py: register_float_function``).
+    """As :func:`register_half_function`, to float32 (``apex/amp/amp.py: register_float_function``).
 
     Args:
-        module: Module, class or namespace object that holds the function.
-        name: Its attribute name; see :func:`register_half_function` for classes.
-
-    Raises:
-        ValueError: ``module`` has no such attribute, or it is not a function.
+        module: What holds the function.
+        name: Its attribute name.
     """
     _register(module, name, Rule.FLOAT)
 
 
 def register_promote_function(module: object, name: str) -> None:
-    """Have ``module.name`` cast its arguments to the widest dtype among them while casts are on.
-
-    As in apex (``apex/amp/amp.py: register_promote_function``).
+    """As :func:`register_half_function`, to the widest dtype (``apex/amp/amp.py: register_promote_function``).
 
     Args:
-        module: Module, class or namespace object that holds the function.
-        name: Its attribute name; see :func:`register_half_function` for classes.
-
-    Raises:
-        ValueError: ``module`` has no such attribute, or it is not a function.
+        module: What holds the function.
+        name: Its attribute name.
     """
     _register(module, name, Rule.PROMOTE)
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from contextlib import ExitStack
-from typing import NamedTuple
 
 import torch
 
 from ampcompat import _torch
 from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.half.masters import Master, master_of, settle
-from ampcompat.amp.half.record import ensure_master, half_weights, own_tensors, set_masters
+from ampcompat.amp.half.record import ensure_master, half_weights, masters_by_name, own_tensors, set_masters
 from ampcompat.amp.half.saving import hook, hook_added_modules, unhook
 
 _CASTABLE = (*HALF_DTYPES, torch.float32, torch.float64)
@@ -25,7 +24,7 @@ def cast_weights(
     keep_fp32: Collection[torch.nn.Module] = (),
     keep_batchnorm_fp32: bool = False,
     has_masters: bool = False,
-    trained: Collection[int] = (),
+    trained: Set[int] = frozenset(),
 ) -> None:
     """Cast every floating parameter and buffer that ``modules`` hold to ``dtype``, in place; complex tensors stay.
 
@@ -35,7 +34,7 @@ def cast_weights(
     Args:
         modules: Each part of the models, once.
         dtype: Half dtype or ``torch.float32``. None leaves alone what no earlier call had cast, and restores the rest.
-        undo: Gets a callback per module that makes it what it was.
+        undo: Gets callbacks that make the modules what they were.
         keep_fp32: Modules that stay float32.
         keep_batchnorm_fp32: Whether affine batch norm stays float32.
         has_masters: Whether half tensors get float32 masters, when these are first needed.
@@ -52,14 +51,13 @@ def cast_weights(
         target = target_dtype(module, dtype, keep_fp32, keep_batchnorm_fp32)
         if target is None:
             continue
-        before = _ModuleBefore(module)
-        undo.callback(before.put_back)
+        _remember_record(module, undo)
         if target == torch.float32:
-            _restore(module, before)
+            _restore(module, undo)
             unhook(module)
         else:
             hook(module, target, has_masters)
-            _halve(module, target, before, has_masters, trained, unshared)
+            _halve(module, target, undo, has_masters, trained, unshared)
             if not has_masters:
                 set_masters(module, {})
 
@@ -86,14 +84,14 @@ def _is_affine_batch_norm(module: torch.nn.Module) -> bool:
 
 
 # -- the tensors of one module -----------------------------------------------------------------------------------------
-def _restore(module: torch.nn.Module, before: _ModuleBefore) -> None:
+def _restore(module: torch.nn.Module, undo: ExitStack) -> None:
     """Cast the floating tensors that ``module`` itself holds to float32, each to the values of its master."""
     for name, tensor in _castable_tensors(module):
         is_restored = tensor.dtype == torch.float32 and master_of(tensor) is None  # a tied one, as another module's
         if is_restored:
             continue
-        master = before.current_master(name, tensor)
-        before.note(tensor, master)
+        master = _current_master(module, name, tensor)
+        _remember_tensor(tensor, master, undo)
         _cast(tensor, _exact_values(tensor, master), torch.float32)
         if master is not None:
             master.retire()
@@ -102,36 +100,47 @@ def _restore(module: torch.nn.Module, before: _ModuleBefore) -> None:
 def _halve(
     module: torch.nn.Module,
     dtype: torch.dtype,
-    before: _ModuleBefore,
+    undo: ExitStack,
     has_masters: bool,
-    trained: Collection[int],
+    trained: Set[int],
     unshared: torch.Tensor,
 ) -> None:
     """Cast the floating tensors that ``module`` itself holds to ``dtype``, and make masters of the ``trained`` ones."""
     for name, tensor in _castable_tensors(module):
-        master = before.current_master(name, tensor)
-        # The cast leaves float32 memory that nothing else holds: a new master takes it over, without a copy.
+        master = _current_master(module, name, tensor)
         leaves_memory = tensor.dtype == torch.float32 and _torch.owns_memory_alone(tensor, unshared)
-        adopts = leaves_memory and master is None
         exact = _exact_values(tensor, master)
         if tensor.dtype != dtype:
-            before.note(tensor, master)
+            _remember_tensor(tensor, master, undo)
             _cast(tensor, exact, dtype)
             if master is not None:
                 master.dtype = dtype
                 master.push()
         if master is not None and not has_masters:
-            before.note(tensor, master)
+            _remember_tensor(tensor, master, undo)
             tensor.grad = None
             master.retire()
-        elif _is_trained(tensor, master, trained):
-            if adopts:
-                exact = torch.nn.Parameter(exact, tensor.requires_grad)
-            ensure_master(module, name, exact, adopt=adopts)
+        elif master is None and id(tensor) in trained:
+            # The cast has left float32 memory; where nothing else holds it, the master takes it over, without a copy.
+            value = exact if leaves_memory else exact.to(torch.float32, copy=True)
+            ensure_master(module, name, torch.nn.Parameter(value, tensor.requires_grad))
+        elif master is not None and not trained.isdisjoint((id(tensor), id(master.value))):
+            ensure_master(module, name)
 
 
 def _castable_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, tensor) for name, tensor in own_tensors(module) if tensor.dtype in _CASTABLE]
+
+
+def _current_master(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> Master | None:
+    """Return the master of ``tensor``, ``module``'s ``name``, with both copies equal; None if it has none."""
+    master = masters_by_name(module).get(name)  # the index may have been reset since
+    if master is None or master.half is not tensor:
+        master = master_of(tensor)
+    if master is not None:
+        master.register()
+        settle([master])
+    return master
 
 
 def _exact_values(tensor: torch.Tensor, master: Master | None) -> torch.Tensor:
@@ -145,68 +154,26 @@ def _cast(tensor: torch.Tensor, exact: torch.Tensor, target: torch.dtype) -> Non
     _torch.set_data(tensor, exact.clone() if target == exact.dtype else exact.to(target))
 
 
-def _is_trained(tensor: torch.Tensor, master: Master | None, trained: Collection[int]) -> bool:
-    """Whether an optimizer holds ``tensor``, or its master from an earlier call; ``trained`` has the ids it holds."""
-    if id(tensor) in trained:
-        return True
-    return master is not None and id(master.value) in trained
-
-
 # -- undo --------------------------------------------------------------------------------------------------------------
-class _TensorBefore(NamedTuple):
-    """A tensor that is about to be cast, with the data, the gradient and the master that it has."""
-
-    tensor: torch.Tensor
-    data: torch.Tensor
-    grad: torch.Tensor | None
-    master: Master | None
-
-    def put_back(self) -> None:
-        _torch.put_back(self.tensor, self.data, self.grad)
-        if self.master is not None:
-            self.master.dtype = self.data.dtype
-            self.master.register()
-            self.master.record()
+def _remember_record(module: torch.nn.Module, undo: ExitStack) -> None:
+    """Have ``undo`` give ``module`` the record, the masters and the hooks that it has now."""
+    record = half_weights(module)
+    if record is None:
+        undo.callback(unhook, module)
+        return
+    undo.callback(set_masters, module, dict(record.masters))
+    undo.callback(hook, module, record.dtype, record.has_masters)  # runs first
 
 
-class _ModuleBefore:
-    """A module's own tensors, masters and hooks as they were before a cast.
+def _remember_tensor(tensor: torch.Tensor, master: Master | None, undo: ExitStack) -> None:
+    """Have ``undo`` give ``tensor`` the data, the gradient and the ``master`` that it has now."""
+    undo.callback(_put_back, tensor, _torch.data_of(tensor), tensor.grad, master)
 
-    Attributes:
-        dtype: The half dtype of its tensors; None where amp had not cast them.
-        has_masters: As in its :class:`HalfWeights`.
-        masters: The module's masters, by name.
-        tensors: The tensors that were cast.
-    """
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        record = half_weights(module)
-        self.module = module
-        self.dtype = None if record is None else record.dtype
-        self.has_masters = record is not None and record.has_masters
-        self.masters: dict[str, Master] = {} if record is None else dict(record.masters)
-        self.tensors: list[_TensorBefore] = []
-
-    def current_master(self, name: str, tensor: torch.Tensor) -> Master | None:
-        """Return the master of ``tensor``, this module's ``name``, with both copies equal; None if it has none."""
-        master = self.masters.get(name)  # the index may have been reset since
-        if master is None or master.half is not tensor:
-            master = master_of(tensor)
-        if master is not None:
-            master.register()
-            settle([master])
-        return master
-
-    def note(self, tensor: torch.Tensor, master: Master | None) -> None:
-        """Remember ``tensor``, which is about to be cast."""
-        self.tensors.append(_TensorBefore(tensor, _torch.data_of(tensor), tensor.grad, master))
-
-    def put_back(self) -> None:
-        """Make the module what it was."""
-        for before in reversed(self.tensors):
-            before.put_back()
-        if self.dtype is None:
-            unhook(self.module)
-            return
-        hook(self.module, self.dtype, self.has_masters)
-        set_masters(self.module, self.masters)
+def _put_back(tensor: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None, master: Master | None) -> None:
+    _torch.set_data(tensor, data)
+    tensor.grad = grad
+    if master is not None:
+        master.dtype = data.dtype
+        master.register()
+        master.record()

@@ -66,8 +66,7 @@ class Master:
 
     Args:
         half: The model's tensor.
-        value: The float32 values to start from; those of ``half`` if None.
-        adopt: Make ``value`` itself the master, without a copy.
+        value: The float32 ``Parameter`` that becomes the master; a copy of ``half`` if None.
 
     Attributes:
         half: The model's parameter or buffer; ``initialize`` gave it its ``dtype``.
@@ -89,18 +88,15 @@ class Master:
         added_grad: The gradient of ``half`` that was last unscaled into ``value.grad``, and its version then.
     """
 
-    def __init__(self, half: torch.Tensor, value: torch.Tensor | None = None, adopt: bool = False) -> None:
+    def __init__(self, half: torch.Tensor, value: torch.Tensor | None = None) -> None:
         if half.is_inference():  # that of a copy made under inference_mode, say
             _torch.leave_inference_mode(half)
         self.half = half
         self.dtype = half.dtype
-        if value is not None and adopt:
-            _torch.leave_inference_mode(value)
-            self.value = value
-        else:
-            with torch.inference_mode(False), torch.no_grad():
-                exact = (half if value is None else value).detach().to(half.device, torch.float32, copy=True)
-                self.value = torch.nn.Parameter(exact, requires_grad=half.requires_grad)
+        if value is None:
+            value = torch.nn.Parameter(half.detach().float(), requires_grad=half.requires_grad)
+        _torch.leave_inference_mode(value)
+        self.value = value
         self.slots: list[tuple[dict[str, Any], str]] = []
         self.added_grad: tuple[torch.Tensor, int] | None = None
         self.taken: Copy | None = None
@@ -250,7 +246,7 @@ class Master:
         value = copy.deepcopy(self.value, memo)
         if not _torch.has_storage(half):
             return self  # a compiler's stand-in for the module, which is never stepped
-        clone = memo[id(self)] = Master(half, value, adopt=True)  # its slots are found by ``masters_of``
+        clone = memo[id(self)] = Master(half, value)  # its slots are found by ``masters_of``
         return clone
 
     def __reduce__(self) -> Any:
@@ -261,15 +257,13 @@ class Master:
 def _rebuilt(half: torch.Tensor, value: torch.Tensor) -> Master:
     """Unpickle a master, perhaps in a process without ``initialize``."""
     watch_torch()
-    return Master(half, value, adopt=True)
+    return Master(half, value)
 
 
 def watch_torch() -> None:
     """Have torch tell masters of ``param.data`` that is taken, and of modules' ``zero_grad``; until a reset."""
-    if not state.masters.watches_torch:
-        state.masters.watches_torch = True
-        _torch.watch_parameter_data(_note_taken, state.undo)
-        _torch.watch_zero_grad(_module_zeroed, state.undo)
+    state.patch_once(_torch.watch_parameter_data, _note_taken)
+    state.patch_once(_torch.watch_zero_grad, _module_zeroed)
 
 
 def _note_taken(param: torch.Tensor, alias: torch.Tensor | None) -> None:
@@ -313,14 +307,14 @@ def refresh(masters: Iterable[Master]) -> None:
     """Have half weights follow what was written to their masters, before a forward. No host sync."""
     written = _written(masters)
     if written:
-        _torch.run_untraced(_refresh, written)
+        _torch.run_untraced(_bring_up_to_date, written, False)
 
 
 def settle(masters: Iterable[Master]) -> None:
     """Have each copy follow what was written to the other, before a step, a save or a copy. No host sync."""
     written = _written(masters)
     if written:
-        _torch.run_untraced(_settle, written)
+        _torch.run_untraced(_bring_up_to_date, written, True)
 
 
 def _written(masters: Iterable[Master]) -> list[Master]:
@@ -336,28 +330,18 @@ def _written(masters: Iterable[Master]) -> list[Master]:
     ]
 
 
-def _refresh(masters: list[Master]) -> None:
-    if _is_traced():
-        return
-    for master in masters:
-        master.follow_module()
-    _round_into_model([master for master in masters if master.written() is Copy.VALUE])
-
-
-def _settle(masters: list[Master]) -> None:
-    if _is_traced():
+def _bring_up_to_date(masters: list[Master], takes_in_half: bool) -> None:
+    """Write ``masters`` that were written into the model; with ``takes_in_half``, half weights into masters as well."""
+    tensors_are_stand_ins = torch.compiler.is_compiling() or _torch.in_fake_mode()
+    if tensors_are_stand_ins:
         return
     for master in masters:
         master.follow_module()
     by_half = [master for master in masters if master.written() is Copy.HALF]
     by_value = [master for master in masters if master.written() is Copy.VALUE]
-    take_in(by_half)
+    if takes_in_half:
+        take_in(by_half)
     _round_into_model(by_value)
-
-
-def _is_traced() -> bool:
-    """Whether a compiler or exporter looks on: tensors are stand-ins."""
-    return torch.compiler.is_compiling() or _torch.in_fake_mode()
 
 
 def take_in(masters: Sequence[Master]) -> None:

@@ -30,14 +30,46 @@ from ampcompat.amp.half.saving import hook
 
 
 class AmpModel:
-    """Marker base of the dynamic subclasses."""
+    """First base of every dynamic subclass, before the model's own class, which is its ``_amp_of``."""
 
+    _amp_of: Any
     _amp_policy: ModelPolicy | None = None
 
     def __init_subclass__(cls, _amp: bool = False, **kwargs: object) -> None:
         """Skip the user's ``__init_subclass__``, so that registries of the user's class do not see our subclass."""
         if not _amp:
             super().__init_subclass__(**kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Have a copy made as one of the model's own class, and put under amp."""
+        cls = self._amp_of
+        reduced = cls.__reduce_ex__(self, protocol)
+        if isinstance(reduced, str):
+            return reduced
+        build, args, *rest = reduced
+        subclass = amp_class(cls)
+        args = tuple(cls if arg is subclass else arg for arg in args)
+        return (rebuild, (build, args), *rest)
+
+    def _replicate_for_data_parallel(self: Any) -> Any:
+        """Give DataParallel a replica, which carries the casts into its thread, as its stamp."""
+        policy: ModelPolicy | None = self._amp_policy
+        if policy is not None and policy.master_weights:
+            refresh(masters_of(self))  # here and not in the replicas, which run in threads
+        replica = self._amp_of._replicate_for_data_parallel(self)
+        if policy is not None:
+            device_type = device_type_of(self)
+            replica.__dict__["_amp_stamp"] = _casts_for_replica(policy, device_type), device_type
+        return replica
+
+
+def _casts_for_replica(policy: ModelPolicy, device_type: str) -> Casts:
+    """Return the casts that a replica of DataParallel's brings along into its own thread."""
+    if disabled_depth():
+        return OFF
+    if state.casts.thread.regions.get(device_type):  # a user's region: hand on its dtype too, which torch does not
+        return Casts(torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+    return policy.casts
 
 
 # -- the policy of an instance -----------------------------------------------------------------------------------------
@@ -96,15 +128,13 @@ def amp_class(cls: Any) -> Any:
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__class__": property(_class_of, _change_class),
-        "__reduce_ex__": _reduce_over(cls),
         "_amp_of": cls,
-        "_replicate_for_data_parallel": _replicate_over(cls),
         "forward": _forward_over(cls),
     }
     if hasattr(cls, "__deepcopy__"):
-        body["__deepcopy__"] = _deepcopy_over(cls)
+        body["__deepcopy__"] = _deepcopy
     if _torch.is_graph_module(cls):
-        body["recompile"] = _recompile_over(cls)
+        body["recompile"] = _recompile
     # Past the user's metaclass, which may count or rename classes; what it set on the class is inherited. An abstract
     # class keeps caches of its own, which only ABCMeta makes.
     base = abc.ABCMeta if isinstance(cls, abc.ABCMeta) else type
@@ -124,74 +154,28 @@ def _forward_over(cls: Any) -> Callable[..., object]:
     return _torch.with_parameters_of(cls.forward, forward)
 
 
-def _reduce_over(cls: Any) -> Callable[..., object]:
-    """Make the ``__reduce_ex__`` of the dynamic subclass: a copy is made as one of ``cls``, and put under amp."""
-
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        reduced = cls.__reduce_ex__(self, protocol)
-        if isinstance(reduced, str):
-            return reduced
-        build, args, *rest = reduced
-        subclass = amp_class(cls)
-        args = tuple(cls if arg is subclass else arg for arg in args)
-        return (rebuild, (build, args), *rest)
-
-    return __reduce_ex__
-
-
-def _replicate_over(cls: Any) -> Callable[..., object]:
-    """Make what gives DataParallel a replica: it carries the casts into its thread, as its stamp."""
-
-    def _replicate_for_data_parallel(self: Any) -> Any:
-        policy: ModelPolicy | None = self._amp_policy
-        if policy is not None and policy.master_weights:
-            refresh(masters_of(self))  # here and not in the replicas, which run in threads
-        replica = cls._replicate_for_data_parallel(self)
-        if policy is not None:
-            device_type = device_type_of(self)
-            replica.__dict__["_amp_stamp"] = _casts_for_replica(policy, device_type), device_type
-        return replica
-
-    return _replicate_for_data_parallel
-
-
-def _casts_for_replica(policy: ModelPolicy, device_type: str) -> Casts:
-    """Return the casts that a replica of DataParallel's brings along into its own thread."""
-    if disabled_depth():
-        return OFF
-    if state.casts.thread.regions.get(device_type):  # a user's region: hand on its dtype too, which torch does not
-        return Casts(torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
-    return policy.casts
-
-
-def _deepcopy_over(cls: Any) -> Callable[..., object]:
-    """Make the ``__deepcopy__`` of the dynamic subclass of ``cls``, which has one of its own.
+def _deepcopy(model: Any, memo: dict[int, Any]) -> Any:
+    """``__deepcopy__`` of the dynamic subclass, if the model's own class has one.
 
     Such a method makes an object of ``self.__class__`` and copies attributes into it; where it copies the policy too,
     the copy is one under amp.
     """
-
-    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-        with _as_plain(self):
-            clone = cls.__deepcopy__(self, memo)
-        if _torch.is_graph_module(cls):  # it copies the attributes that its graph reads
-            for name in {"_amp_policy", HALF_WEIGHTS}.intersection(self.__dict__):
-                clone.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
-        return _put_under_amp(clone) if "_amp_policy" in clone.__dict__ else clone
-
-    return __deepcopy__
+    cls = model._amp_of
+    with _as_plain(model):
+        clone = cls.__deepcopy__(model, memo)
+    if _torch.is_graph_module(cls):  # it copies the attributes that its graph reads
+        for name in {"_amp_policy", HALF_WEIGHTS}.intersection(model.__dict__):
+            clone.__dict__[name] = copy.deepcopy(model.__dict__[name], memo)
+    return _put_under_amp(clone) if "_amp_policy" in clone.__dict__ else clone
 
 
-def _recompile_over(cls: Any) -> Callable[..., object]:
-    """Make the ``recompile`` of the dynamic subclass of ``cls``, a graph module: it sets ``forward`` on its class."""
-
-    def recompile(self: Any) -> Any:
-        with _as_plain(self):
-            code = cls.recompile(self)
-        amp_class(cls).forward = _forward_over(cls)
-        return code
-
-    return recompile
+def _recompile(model: Any) -> Any:
+    """``recompile`` of the dynamic subclass of a graph module, which sets ``forward`` on its class."""
+    cls = model._amp_of
+    with _as_plain(model):
+        code = cls.recompile(model)
+    amp_class(cls).forward = _forward_over(cls)
+    return code
 
 
 # -- the class of an instance ------------------------------------------------------------------------------------------

@@ -45,25 +45,6 @@ def half_weights(module: torch.nn.Module) -> HalfWeights | None:
     return module.__dict__.get(ATTRIBUTE)
 
 
-def ensure_half_weights(module: torch.nn.Module, dtype: torch.dtype, has_masters: bool) -> HalfWeights:
-    """Return the record of ``module``, made if missing, and set to ``dtype`` and ``has_masters``."""
-    record: HalfWeights | None = module.__dict__.get(ATTRIBUTE)
-    if record is None:
-        record = HalfWeights(dtype, has_masters)
-        module.__dict__[ATTRIBUTE] = record
-    record.dtype = dtype
-    record.has_masters = has_masters
-    return record
-
-
-def drop_half_weights(module: torch.nn.Module) -> None:
-    """Remove the record of ``module``, whose tensors are float32 again, and its hooks on saving and loading."""
-    record: HalfWeights | None = module.__dict__.pop(ATTRIBUTE, None)
-    if record is not None:
-        for handle in record.hooks:
-            handle.remove()
-
-
 def own_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Names and tensors of ``module``'s own parameters and buffers, but for parameters that ``fully_shard`` holds."""
     held = (*module._parameters.items(), *module._buffers.items())
@@ -74,17 +55,17 @@ def own_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 # -- the masters of a module -------------------------------------------------------------------------------------------
 def masters_by_name(module: torch.nn.Module) -> dict[str, Master]:
     """Return the masters of ``module``'s own tensors; an empty dict where there are none."""
-    record: HalfWeights | None = module.__dict__.get(ATTRIBUTE)
+    record = half_weights(module)
     return {} if record is None else record.masters
 
 
-def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None = None, adopt: bool = False) -> Master:
+def ensure_master(module: torch.nn.Module, name: str, value: torch.nn.Parameter | None = None) -> Master:
     """Return the master of the half tensor ``name`` of ``module``, which has a record; made as :class:`Master` says."""
     half: Any = module._parameters.get(name, module._buffers.get(name))
     record: HalfWeights = module.__dict__[ATTRIBUTE]
     master = record.masters.get(name)
     if master is None or master.half is not half:  # the script has put another tensor in the place of the first
-        master = master_of(half) or Master(half, value, adopt)
+        master = master_of(half) or Master(half, value)
         record.masters[name] = master
         state.masters.generation += 1
     master.add_slot(module, name)

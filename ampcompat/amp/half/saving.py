@@ -14,9 +14,8 @@ import torch
 from ampcompat import _torch
 from ampcompat.amp.half.masters import Master, settle
 from ampcompat.amp.half.record import (
+    ATTRIBUTE,
     HalfWeights,
-    drop_half_weights,
-    ensure_half_weights,
     ensure_master,
     half_weights,
     masters_by_name,
@@ -28,7 +27,12 @@ from ampcompat.amp.half.record import (
 
 def hook(module: torch.nn.Module, dtype: torch.dtype, has_masters: bool) -> None:
     """Record that ``module``'s own tensors are ``dtype``, and hook saving and loading of them."""
-    record = ensure_half_weights(module, dtype, has_masters)
+    record = half_weights(module)
+    if record is None:
+        record = HalfWeights(dtype, has_masters)
+        module.__dict__[ATTRIBUTE] = record
+    record.dtype = dtype
+    record.has_masters = has_masters
     if not record.hooks:
         record.hooks = _torch.register_state_dict_hooks(
             module, after_save=_export, before_load=_load_masters, after_load=_rebind_and_round
@@ -36,9 +40,12 @@ def hook(module: torch.nn.Module, dtype: torch.dtype, has_masters: bool) -> None
 
 
 def unhook(module: torch.nn.Module) -> None:
-    """Remove the hooks on saving and loading of ``module``, whose tensors are float32 again, and its masters."""
+    """Remove the record of ``module``, whose tensors are float32 again, with its masters and hooks."""
     set_masters(module, {})
-    drop_half_weights(module)
+    record: HalfWeights | None = module.__dict__.pop(ATTRIBUTE, None)
+    if record is not None:
+        for handle in record.hooks:
+            handle.remove()
 
 
 def is_hooked(module: torch.nn.Module) -> bool:

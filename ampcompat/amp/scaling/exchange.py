@@ -41,7 +41,7 @@ def adopt_masters(optimizer: Optimizer, session: Session) -> list[Master]:
     def adopted(param: torch.Tensor) -> torch.Tensor:
         master = _master_to_step(param, session)
         if master is None:
-            return _model_tensor(param)
+            return model_tensor(param)
         masters[master] = None
         return master.value
 
@@ -51,7 +51,7 @@ def adopt_masters(optimizer: Optimizer, session: Session) -> list[Master]:
 
 def give_back_params(optimizer: Optimizer) -> None:
     """Undo :func:`adopt_masters`: ``optimizer`` holds the model's own tensors again."""
-    _exchange_params(optimizer, _model_tensor)
+    _exchange_params(optimizer, model_tensor)
 
 
 def _exchange_params(optimizer: Optimizer, exchanged: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -72,7 +72,7 @@ def _exchange_params(optimizer: Optimizer, exchanged: Callable[[torch.Tensor], t
             params[index] = new
 
 
-def _model_tensor(param: torch.Tensor) -> torch.Tensor:
+def model_tensor(param: torch.Tensor) -> torch.Tensor:
     """The model's tensor that ``param`` is the master of; ``param`` itself if it is none."""
     master = master_of(param)
     if master is None or master.value is not param:
@@ -87,7 +87,7 @@ def _master_to_step(param: torch.Tensor, session: Session) -> Master | None:
     module that was added after ``initialize``. A half parameter of no model has a master that nothing holds but its
     optimizer's list of them.
     """
-    master = master_of(_model_tensor(param))
+    master = master_of(model_tensor(param))
     if master is not None:
         return master
     if param.dtype not in HALF_DTYPES:

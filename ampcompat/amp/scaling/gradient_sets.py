@@ -361,9 +361,7 @@ def all_sets() -> list[GradientSet]:
 
 def watch_modules() -> None:
     """Have saved gradients follow modules' ``zero_grad``; until a reset."""
-    if not state.optimizers.watches_modules:
-        state.optimizers.watches_modules = True
-        _torch.watch_zero_grad(_drop_saved, state.undo)
+    state.patch_once(_torch.watch_zero_grad, _drop_saved)
 
 
 def _drop_saved(module: torch.nn.Module, set_to_none: bool) -> None:

@@ -15,6 +15,7 @@ from ampcompat.amp.casts import cpu_convolution
 from ampcompat.amp.casts.ambience import (
     install_casting,
     policies_in_force,
+    sessions_in_force,
     set_ambient,
     switch_this_forward,
     uninstall_casting,
@@ -105,13 +106,12 @@ class Session:
         elif self.policy.half_dtype is not None and "cpu" in self.device_types:
             cpu_convolution.acquire()
         release_casts()
-        set_ambient(self.device_types.union(*(session.device_types for session in _without_models())))
+        of_init = [session.device_types for session in state.casts.sessions if not session.has_models]
+        set_ambient(self.device_types.union(*of_init))
 
     def come_into_force(self) -> None:
         """Make this the latest of the calls that cast functions, and forget those whose models are gone."""
-        in_force = policies_in_force()
-        earlier = [other for other in state.casts.sessions if other.policy in in_force or not other.has_models]
-        state.casts.sessions = [*(other for other in earlier if other is not self), self]
+        state.casts.sessions = [*(other for other in sessions_in_force() if other is not self), self]
 
     def _warn_of_no_autocast(self, device_type: str) -> None:
         warn_once(
@@ -145,14 +145,9 @@ class Session:
 
 def release_casts() -> None:
     """Take all patches off torch if no model and no ``amp.init`` casts functions any more."""
-    policies = [*policies_in_force(), *(session.policy for session in _without_models())]
+    policies = [*policies_in_force(), *(session.policy for session in sessions_in_force())]
     if not any(policy.casts.enabled for policy in policies):
         uninstall_casting()
-
-
-def _without_models() -> list[Session]:
-    """Calls that cast functions and were given no models."""
-    return [session for session in state.casts.sessions if not session.has_models]
 
 
 #: Owner of optimizers that were initialized with ``enabled=False``, when a later call is enabled.
