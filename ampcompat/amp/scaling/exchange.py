@@ -10,8 +10,8 @@ import torch
 from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES, Optimizer
 from ampcompat.amp.half.masters import Master, master_of
-from ampcompat.amp.half.record import ensure_master
-from ampcompat.amp.half.saving import hook, is_hooked
+from ampcompat.amp.half.record import ensure_master, half_weights
+from ampcompat.amp.half.saving import hook
 from ampcompat.amp.scaling.session import Session
 
 
@@ -83,27 +83,27 @@ def model_tensor(param: torch.Tensor) -> torch.Tensor:
 def _master_to_step(param: torch.Tensor, session: Session) -> Master | None:
     """The master that an optimizer of ``session`` steps for ``param``; None where it steps the model's own tensor.
 
-    Where there is one, every optimizer steps it. It is made if the session wants it, together with the hooks of a
-    module that was added after ``initialize``. A half parameter of no model has a master that nothing holds but its
-    optimizer's list of them.
+    Where there is one, every optimizer steps it. It is made where the module that holds ``param`` has masters; a module
+    that was added after ``initialize`` has them if the session wants it. A half parameter of no model has a master that
+    only its optimizer's list keeps alive.
     """
     master = master_of(model_tensor(param))
     if master is not None:
         return master
     if param.dtype not in HALF_DTYPES:
         return None
-    has_masters = session.policy.master_weights
-    if session.policy.half_dtype is None:  # half by the script's own doing
-        return None
+    policy = session.policy
     slots = _slots_of(param)
-    for module, _ in slots:
-        if not is_hooked(module):  # it was added after initialize
-            hook(module, param.dtype, has_masters)
-    if not has_masters:
-        return None
     for module, name in slots:
-        master = ensure_master(module, name)
-    return Master(param) if master is None else master
+        was_added = half_weights(module) is None
+        if was_added and policy.half_dtype is not None:
+            hook(module, param.dtype, policy.master_weights)
+        record = half_weights(module)
+        if record is not None and record.has_masters:
+            master = ensure_master(module, name)
+    if master is None and not slots and policy.master_weights:
+        master = Master(param)
+    return master
 
 
 def _slots_of(param: torch.Tensor) -> list[tuple[torch.nn.Module, str]]:

@@ -217,6 +217,18 @@ def test_a_failed_change_of_level_keeps_masters():
     assert moved(model.a, optimizer.step) == 2
 
 
+@pytest.mark.parametrize("level", ["O1", "O3"])
+def test_an_optimizer_of_another_level_steps_a_master_that_is_made_for_it(level):
+    """The encoder at O2 has no optimizer of its own."""
+    encoder, head = torch.nn.Linear(4, 3, bias=False), torch.nn.Linear(3, 2, bias=False)
+    amp.initialize(encoder, opt_level="O2", verbosity=0)
+    optimizer = sgd([*encoder.parameters(), *head.parameters()])
+    start(level, head, optimizer)
+    assert next(amp.master_params(optimizer)).dtype == torch.float32
+    block(encoder, optimizer)
+    assert moved(encoder, optimizer.step) == 2
+
+
 def test_an_optimizer_of_another_level_steps_the_master_that_there_is():
     """A head at O1 is trained together with an encoder at O2, which has an optimizer of its own."""
     encoder, head = torch.nn.Linear(4, 3, bias=False), torch.nn.Linear(3, 2, bias=False)
