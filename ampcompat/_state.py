@@ -130,8 +130,9 @@ class OptimizerIndex:
         pending: Gradient sets that a block has left scaled. They are kept when their optimizers are gone, for the next
             one that holds these tensors.
         disabled: Those given to ``initialize(enabled=False)``.
-        held: By id, the models' tensors that optimizers under amp held when sets were last made, whose gradients their
-            blocks unscale. Check that the tensor found is the one meant: ids are reused.
+        held: By id, the models' tensors whose gradients are not scaled: those that optimizers under amp held when sets
+            were last made, and those of models that came under amp since. Check that the tensor found is the one meant:
+            ids are reused.
         grouped: How many optimizers there were then.
         has_scaled: Whether a loss was multiplied by a scale.
     """

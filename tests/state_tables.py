@@ -56,7 +56,7 @@ MASTERS: Final = Table(
         ("value written", "rounded from value", "kept"),
         ("both written, with no look between", "kept", "takes the elements that differ"),
         ("parameter replaced in its module", "stays, of no model; a warning", "stays with its optimizer"),
-        ("replaced, and added to an optimizer", "stays, of no model; a warning", "stays; the new one has its own"),
+        ("replaced, and added to an optimizer", "stays, of no model", "stays; the new one has its own"),
         ("buffer assigned in its module", "the new buffer, as it is", "made anew from it, at the next save"),
         ("`model.to(device)`", "moved", "follows"),
         ("other strides (`memory_format=`)", "laid out anew", "keeps its strides, for fused optimizers"),

@@ -67,7 +67,7 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
             f"master_params got {type(optimizer).__name__} - it takes an optimizer - pass the optimizer that"
             " amp.initialize returned."
         )
-    stash = getattr(optimizer, "_amp_stash", None)
-    if stash is not None:
-        stash.show_masters(optimizer)
+    show_masters = getattr(optimizer, "_amp_show_masters", None)
+    if show_masters is not None:
+        show_masters()
     return (param for group in optimizer.param_groups for param in group["params"])

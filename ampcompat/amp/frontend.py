@@ -319,6 +319,8 @@ def _take_over(session: Session, objects: _Objects) -> None:
     view = _view_of(session, objects)
     policy = session.policy
     with ExitStack() as undo:
+        undo.callback(setattr, state.optimizers, "held", state.optimizers.held.copy())
+        state.optimizers.held.update(_params_that_come_under_amp(objects.models))
         undo.callback(set_ambient, state.casts.device_types)
         undo.callback(session.end_casts)
         for model in objects.models:
@@ -328,7 +330,6 @@ def _take_over(session: Session, objects: _Objects) -> None:
         _cast_models(session, objects, undo)
         for model in objects.models:
             set_policy(model, policy if session.enabled else None)
-        undo.callback(setattr, state.optimizers, "held", state.optimizers.held.copy())
         for optimizer in objects.optimizers:
             amp_optimizer.remember(optimizer, undo)  # undoes what the calls below do to it
             if session.enabled:
@@ -350,6 +351,13 @@ def _take_over(session: Session, objects: _Objects) -> None:
     state.session = session
     if objects.models and not session.enabled:
         release_casts()  # ambient casts stay while other models need them for their losses
+
+
+def _params_that_come_under_amp(models: Modules) -> dict[int, torch.Tensor]:
+    """By id, the parameters of ``models`` that are under amp for the first time: their gradients are not scaled."""
+    new = [model for model in models if model not in state.models.live]
+    parts = [part for model in new for part in model.modules()]
+    return {id(param): param for part in parts for param in part._parameters.values() if param is not None}
 
 
 def _collect_replaced(optimizers: list[Optimizer]) -> None:

@@ -390,6 +390,7 @@ class Reference:
         programs.join(self.config, [one.torch for one in self.optimizers], [w.value for w in self.weights])
         self.joined = True
         self.welcome(late)
+        self.look(self.optimizers)
         return True
 
     def welcome(self, late):
@@ -411,6 +412,7 @@ class Reference:
         self.away.append((step["optimizer"], weight))
         self.changes += 1
         self.list_weights()
+        self.look([one])
         return True
 
     def come_back(self, step):
@@ -421,6 +423,7 @@ class Reference:
         self.optimizers[number].torch.param_groups[0]["params"].append(weight.value)
         self.changes += 1
         self.welcome(late)
+        self.look([self.optimizers[number]])
         return True
 
     def plain(self, step):
@@ -583,8 +586,7 @@ class Reference:
         self.refuse_open([one])
         for each in one.sets:
             if each.pending:
-                together = [other for other in self.sets if other.pending is each.pending]
-                self.end_sets(together, each.pending.scalers[0], each.pending.scale)
+                self.end_pending(each)
         one.step()
         if step["asks"]:
             self.skipped = one.skipped
@@ -610,6 +612,10 @@ class Reference:
                 weight.zero() if weight.leaf.grad is not None else weight.forget()
             elif weight.leaf.grad is not None:  # by hand: masters do not hear of it
                 weight.leaf.grad.zero_()
+        if who == "model":
+            for each in self.sets:
+                if set(each.weights) <= set(self.cleared_by(step)):
+                    each.clear()
 
     def edit(self, step):
         """Edit the gradients of the model: those of masters stay as they are."""
@@ -621,7 +627,20 @@ class Reference:
             return [w for w in self.weights if id(w.leaf) in members]
         return self.weights if step["who"] == "all" else [self.weights[step["weight"]]]
 
+    def look(self, chosen):
+        """Outside of blocks, a script that asks for masters finds their gradients unscaled."""
+        if self.open:
+            return
+        for each in self.sets_of(chosen):
+            if each.pending:
+                self.end_pending(each)
+
+    def end_pending(self, one):
+        together = [other for other in self.sets if other.pending is one.pending]
+        self.end_sets(together, one.pending.scalers[0], one.pending.scale)
+
     def clip(self, step):
+        self.look([self.optimizers[step["optimizer"]]])
         torch.nn.utils.clip_grad_norm_([w.value for w in self.optimizers[step["optimizer"]].weights], step["norm"])
 
     def scale(self, step):
@@ -648,9 +667,11 @@ class Reference:
                 weight.value.mul_(0.5)
                 if self.places(weight):  # else the step pushes it
                     weight.push()
+            self.look(self.optimizers)
             return True
         if not self.places(weight):
             return False
+        self.look(self.optimizers)
         if step["how"] != "and back":
             programs.first(weight.leaf).fill_(step["value"])
             weight.pull()

@@ -16,7 +16,7 @@ half written, and written back       kept                           kept
 value written                        rounded from value             kept
 both written, with no look between   kept                           takes the elements that differ
 parameter replaced in its module     stays, of no model; a warning  stays with its optimizer
-replaced, and added to an optimizer  stays, of no model; a warning  stays; the new one has its own
+replaced, and added to an optimizer  stays, of no model             stays; the new one has its own
 buffer assigned in its module        the new buffer, as it is       made anew from it, at the next save
 ``model.to(device)``                 moved                          follows
 other strides (``memory_format=``)   laid out anew                  keeps its strides, for fused optimizers
@@ -173,8 +173,11 @@ class Master:
     def note_taken(self, tensor: torch.Tensor, alias: torch.Tensor | None) -> None:
         """Note that ``alias``, the ``data`` of ``tensor``, was taken: the copy may be written through it.
 
-        What was written to the other copy is taken over first, so that the later write is the one that counts.
+        What was written to the other copy is taken over first, so that the later write is the one that counts. Buffers
+        count as written through the model's copy at any time (:meth:`record`).
         """
+        if not self.is_param:
+            return
         taken = Copy.HALF if tensor is self.half else Copy.VALUE
         if self.written() not in (None, taken):
             settle([self])
@@ -186,7 +189,9 @@ class Master:
     def export(self) -> torch.Tensor:
         """Return the master for a state dict: what is written into it, ``.data`` too, counts."""
         alias = self.value.detach()
-        self.note_taken(self.value, alias)
+        if self.is_param:
+            self.aliases.append((Copy.VALUE, weakref.ref(alias)))
+        self.record()  # after ``settle``
         return alias
 
     # -- what the module did to its tensor -----------------------------------------------------------------------------
@@ -247,6 +252,8 @@ class Master:
         if not _torch.has_storage(half):
             return self  # a compiler's stand-in for the module, which is never stepped
         clone = memo[id(self)] = Master(half, value)  # its slots are found by ``masters_of``
+        clone.push()  # ``half`` may have been copied with its module, before it followed ``value``
+        self.record()  # to copy ``value``, torch took its ``data``
         return clone
 
     def __reduce__(self) -> Any:

@@ -127,7 +127,9 @@ def warn_of_replaced(masters: Iterable[Master]) -> None:
     for master in masters:
         for tensors, name in master.slots:
             now = tensors.get(name)
-            if isinstance(now, torch.nn.Parameter) and now is not master.half:
+            if not isinstance(now, torch.nn.Parameter) or now is master.half:
+                continue
+            if master_of(now) is None:  # else it is tied to a weight that is trained
                 master.slots = []
                 _warn_of_replacement(name, now, master.half.device)
                 break

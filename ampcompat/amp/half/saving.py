@@ -85,8 +85,10 @@ def _export(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, lo
     warn_of_replaced(record.masters.values())
     for name, tensor in own_tensors(module):
         saved: Any = state_dict.get(prefix + name)
-        is_saved_in_half = isinstance(saved, torch.Tensor) and saved.dtype == record.dtype
-        if tensor.dtype != record.dtype or not is_saved_in_half:
+        is_as_held = isinstance(saved, torch.Tensor) and saved.dtype == tensor.dtype
+        if name in record.masters:
+            settle([record.masters[name]])  # casts a weight back to half that the script has cast to float32
+        if tensor.dtype != record.dtype or not is_as_held:
             continue
         if record.has_masters:
             keeps_variables = saved is tensor  # state_dict(keep_vars=True)

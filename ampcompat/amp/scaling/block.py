@@ -210,8 +210,7 @@ class Block:
             for gradient_set in sets:
                 gradient_set.end_block()
                 gradient_set.note_new(has_new_grads=True)
-        elif self._leaves_gradients_scaled(sets):
-            passes.leave_pending(sets, self.scaler, self.scale)
+        elif self._leaves_pending(sets):
             passes.note_users(self.optimizers)
             return
         else:
@@ -229,13 +228,20 @@ class Block:
         if has_new_grads and is_unused:
             misuse.warn_of("unscaled loss in a block")
 
-    def _leaves_gradients_scaled(self, sets: Sequence[GradientSet]) -> bool:
-        """Whether a later block unscales: after ``delay_unscale``, or while DDP or FSDP2 keeps gradients on a rank."""
+    def _leaves_pending(self, sets: Sequence[GradientSet]) -> bool:
+        """Leave gradients scaled to a later block, if it must be: return whether.
+
+        After ``delay_unscale``, and while DDP or FSDP2 keeps gradients on a rank.
+        """
         if not self.delay and not state.adapters:
             return False
         if any(each.state is GradientState.LOST for each in sets):
             return False
-        return self.delay or any(adapter.defers_sync(each.leaves()) for adapter in state.adapters for each in sets)
+        is_unsynced = any(adapter.defers_sync(each.leaves()) for adapter in state.adapters for each in sets)
+        if self.delay or is_unsynced:
+            passes.leave_pending(sets, self.scaler, self.scale, is_unsynced)
+            return True
+        return False
 
     def _undo(self) -> None:
         """Put gradients back to what they were at entry, as far as they can be: the block raised."""

@@ -40,7 +40,8 @@ gradients are None, and after the step of the last user. Then gradients that are
 as one is not finite, later steps are skipped for that.
 
 What a block adds to gradients of other sets stays scaled; a step that uses them warns. What it adds to tensors that no
-optimizer holds does too: these gradients are cleared, with a warning, when an optimizer gets the tensors.
+optimizer holds does too: these gradients are dropped when an optimizer gets the tensors, with a warning if the script
+does not clear them before the next block or step.
 
 FSDP2's gradients of ``set_requires_gradient_sync(False)`` are PENDING too, though they are not in ``p.grad``.
 
@@ -81,6 +82,7 @@ class Pending:
 
     scale: torch.Tensor  # what they are scaled by (0-dim float32)
     scalers: dict[LossScaler, None]  # whose losses they stem from: the pass counts for each of them
+    is_unsynced: bool = False  # whether a wrapper of the model has yet to average them over processes
 
 
 class Overflow(NamedTuple):
@@ -119,6 +121,7 @@ class GradientSet:
         may_be_non_finite: Whether a step that was skipped, or may have been, has left gradients that the next one must
             look at itself.
         has_foreign_gradients: Whether a block of other optimizers has added to them, still multiplied by its scale.
+        has_dropped_gradients: Whether such gradients were dropped, of tensors that no optimizer held before.
         users: The optimizers whose blocks gave them, and whether each has stepped with them.
     """
 
@@ -131,6 +134,7 @@ class GradientSet:
     overflows: list[Overflow] = field(default_factory=list)
     may_be_non_finite: bool = False
     has_foreign_gradients: bool = False
+    has_dropped_gradients: bool = False
     users: dict[weakref.ref[Optimizer], bool] = field(default_factory=dict)
 
     # -- what it holds -------------------------------------------------------------------------------------------------
@@ -164,11 +168,25 @@ class GradientSet:
         waiting = [user for user, stepped in self.users.items() if not stepped and user() is not None]
         return bool(waiting)
 
+    def is_noted(self) -> bool:
+        """Whether anything is known of the gradients that ends when they are cleared."""
+        return bool(
+            self.state is not GradientState.NONE
+            or self.saved
+            or self.users
+            or self.overflows
+            or self.may_be_non_finite
+            or self.has_foreign_gradients
+            or self.has_dropped_gradients
+        )
+
     # -- a block begins ------------------------------------------------------------------------------------------------
     def reset_if_cleared(self) -> None:
         """Where all gradients are None, forget overflows and users: a step that would use none is not skipped."""
-        noted = self.users or self.overflows or self.may_be_non_finite or self.has_foreign_gradients
-        if not noted or self.pending is not None or self.state is GradientState.LOST:
+        if self.has_dropped_gradients:  # and a script has not cleared them since
+            self.has_dropped_gradients = False
+            misuse.warn_of("scaled gradients of a later param")
+        if not self.is_noted() or self.pending is not None or self.state is GradientState.LOST:
             return
         if not self.has_gradients():
             self._forget_overflows_and_users()
@@ -307,6 +325,7 @@ class GradientSet:
         self.overflows = []
         self.may_be_non_finite = False
         self.has_foreign_gradients = False
+        self.has_dropped_gradients = False
         self.users.clear()
 
     def _drop_masters_gradients(self) -> None:
@@ -360,18 +379,21 @@ def all_sets() -> list[GradientSet]:
 
 
 def watch_modules() -> None:
-    """Have saved gradients follow modules' ``zero_grad``; until a reset."""
-    state.patch_once(_torch.watch_zero_grad, _drop_saved)
+    """Have sets follow modules' ``zero_grad``; until a reset."""
+    state.patch_once(_torch.watch_zero_grad, _module_zeroed)
 
 
-def _drop_saved(module: torch.nn.Module, set_to_none: bool) -> None:
-    """Drop what is saved of the parameters of ``module``, whose ``zero_grad`` was called."""
-    with_saved = [each for each in all_sets() if each.saved]
-    if not with_saved:
+def _module_zeroed(module: torch.nn.Module, set_to_none: bool) -> None:
+    """Note in the sets of its parameters that ``module.zero_grad()`` was called; of masters, ``masters`` knows it."""
+    noted = [each for each in all_sets() if each.is_noted()]
+    if not noted:
         return
-    cleared = set(map(id, module.parameters()))
-    for each in with_saved:
-        each.saved = [(param, grad) for param, grad in each.saved if id(param) not in cleared]
+    zeroed = set(map(id, module.parameters()))
+    for each in noted:
+        if zeroed.issuperset(map(id, each.leaves())):
+            each.note_cleared()
+        else:
+            each.saved = [(param, grad) for param, grad in each.saved if id(param) not in zeroed]
 
 
 @dataclass(eq=False)
@@ -382,14 +404,19 @@ class _Group:
     members_by_set: dict[GradientSet, list[Master | torch.Tensor]] = field(default_factory=dict)
     newcomers: list[Master | torch.Tensor] = field(default_factory=list)
 
-    def sets(self) -> list[GradientSet]:
-        """The sets of these optimizers from now on: one for each older set; newcomers join the first."""
+    def sets(self, dropped: set[int]) -> list[GradientSet]:
+        """The sets of these optimizers from now on: one for each older set; newcomers join the first.
+
+        ``dropped``: ids of tensors whose gradients were dropped.
+        """
         sets = [old.part(members, self.holders) for old, members in self.members_by_set.items()]
         if not sets:
             # An optimizer that is gone may have left gradients that are not finite.
             sets = [GradientSet(may_be_non_finite=state.optimizers.has_scaled)]
         for member in self.newcomers:
             sets[0].add(member)
+        if not dropped.isdisjoint(map(id, sets[0].leaves())):
+            sets[0].has_dropped_gradients = True
         return sets
 
 
@@ -397,22 +424,23 @@ def regroup() -> None:
     """Bring the sets of all optimizers up to date with what each of them holds.
 
     An optimizer goes on with the gradients of one that is gone, also where they are still scaled, as in plain torch.
-    Those of tensors that no optimizer held for a while are cleared: blocks give gradients to every tensor of a loss,
-    and unscale those of their optimizers.
+    Those of tensors that no optimizer held for a while are dropped: blocks give gradients to every tensor of a loss,
+    and unscale those of their optimizers. A script that clears them as well hears nothing of it.
     """
     index = state.optimizers
     optimizers = index.listed()
     groups = _groups_by_holders(optimizers)
     leaves = {id(leaf): leaf for optimizer in optimizers for leaf in optimizer._amp_stash.leaves()}
+    dropped: set[int] = set()
     if index.has_scaled:
-        _clear_gradients([leaf for key, leaf in leaves.items() if index.held.get(key) is not leaf])
+        dropped = _drop_gradients([leaf for key, leaf in leaves.items() if index.held.get(key) is not leaf])
     index.held = weakref.WeakValueDictionary(leaves)
     index.grouped = len(optimizers)
     index.pending = []
     for optimizer in optimizers:
         optimizer._amp_stash.sets = []
     for group in groups:
-        for gradient_set in group.sets():
+        for gradient_set in group.sets(dropped):
             if gradient_set.pending is not None:
                 index.pending.append(gradient_set)
             for optimizer in group.holders:
@@ -443,12 +471,14 @@ def _groups_by_holders(optimizers: list[Optimizer]) -> list[_Group]:
     return list(groups.values())
 
 
-def _clear_gradients(leaves: list[torch.Tensor]) -> None:
-    """Clear the gradients of ``leaves``, and those of their masters; warn where there was one."""
+def _drop_gradients(leaves: list[torch.Tensor]) -> set[int]:
+    """Drop the gradients of ``leaves``, and those of their masters; return the ids of tensors that had one."""
+    dropped = set()
     for leaf in leaves:
         master = master_of(leaf)
         if master is not None:
             master.drop_gradient()
         if leaf.grad is not None:
             leaf.grad = None
-            misuse.warn_of("scaled gradients of a later param")
+            dropped.add(id(leaf))
+    return dropped

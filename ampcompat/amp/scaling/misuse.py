@@ -27,7 +27,7 @@ _MISTAKES = {
     " block, or call zero_grad() of the one that is not to step (D39).",
     "scaled gradients of a later param": "A parameter with a gradient came to an optimizer, and no optimizer under amp"
     " held it just before - what blocks of others have added to that gradient is multiplied by their loss scales, so it"
-    " was cleared - call zero_grad() of the model before add_param_group (or amp.initialize of a new optimizer).",
+    " was dropped - call zero_grad() of the model before add_param_group (or amp.initialize of a new optimizer).",
     "scaled gradients of another block": "optimizer.step() with gradients that a scale_loss block of another optimizer"
     " has added to (a generator's loss reaches the discriminator) - what it has added is still multiplied by the loss"
     " scale - step before that block, give the block both optimizers: `with amp.scale_loss(loss, [optimizer_a,"

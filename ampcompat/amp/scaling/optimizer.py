@@ -22,7 +22,7 @@ from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.casts.contexts import CastsOff, save
 from ampcompat.amp.half.masters import Master, drop_cleared_gradients, master_of, push_all, zero_gradients
-from ampcompat.amp.scaling import block, legacy_methods
+from ampcompat.amp.scaling import block, legacy_methods, passes
 from ampcompat.amp.scaling.closures import step_with_closure
 from ampcompat.amp.scaling.exchange import give_back_params, inner_optimizers, match_state
 from ampcompat.amp.scaling.gradient_sets import regroup, sets_of
@@ -45,7 +45,7 @@ def attach(optimizer: Optimizer, session: Session) -> None:
     state.optimizers.disabled.pop(optimizer, None)
     stash.adopt(optimizer)
     match_state(optimizer)
-    for name, action in _LEGACY_METHODS.items():
+    for name, action in _METHODS.items():
         setattr(optimizer, name, types.MethodType(action, optimizer))
     if not getattr(optimizer, "_amp_wrapped", False):
         optimizer._amp_wrapped = True
@@ -69,7 +69,7 @@ def detach(optimizer: Optimizer) -> None:
             gradient_set.note_cleared()
     give_back_params(optimizer)
     match_state(optimizer)
-    for name in ("_amp_stash", *_LEGACY_METHODS):
+    for name in ("_amp_stash", *_METHODS):
         vars(optimizer).pop(name, None)
     state.optimizers.live.pop(optimizer, None)
     regroup()
@@ -215,9 +215,11 @@ def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: 
     stash.look_up(optimizer)
 
 
-# -- apex's private names ----------------------------------------------------------------------------------------------
-#: Masters exist since ``initialize``. Blocks call the last two, once a script has put its own in their place.
-_LEGACY_METHODS: dict[str, Callable[..., Any]] = {
+# -- methods beside these ----------------------------------------------------------------------------------------------
+#: By apex's private names, but for the first. Masters exist since ``initialize``. Blocks call the last two, once a
+#: script has put its own in their place.
+_METHODS: dict[str, Callable[..., Any]] = {
+    "_amp_show_masters": passes.show_masters,
     "_amp_lazy_init": lambda optimizer: optimizer._amp_stash.look_up(optimizer),
     "_lazy_init_maybe_master_weights": lambda optimizer: optimizer._amp_stash.look_up(optimizer),
     "_master_params_to_model_params": lambda optimizer: push_all(optimizer._amp_stash.masters),

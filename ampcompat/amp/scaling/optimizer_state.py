@@ -17,7 +17,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._types import HALF_DTYPES, Optimizer
 from ampcompat.amp._amp_state import maybe_print
-from ampcompat.amp.half.masters import Master, drop_cleared_gradients, master_of, settle
+from ampcompat.amp.half.masters import Master, master_of
 from ampcompat.amp.scaling.exchange import adopt_masters
 from ampcompat.amp.scaling.gradient_sets import GradientSet, GradientState, Overflow, Pending, regroup
 from ampcompat.amp.scaling.scaler import LossScaler
@@ -54,6 +54,7 @@ class AmpOptimizerState:
         sets: Sets of ``masters`` and ``direct``, with the state of their gradients; some may be other optimizers' too.
         saved_grads_taken: Whether a script's own ``_post_amp_backward`` has asked for saved gradients, to add them
             itself.
+        had_block: Whether there was a block since the last step.
         last_step: What the last step has left.
         undecided_steps: Steps that the device decided about, oldest first; the host has not read their flags yet. A
             message says which were skipped with the next block or step, or when ``amp.step_was_skipped`` asks.
@@ -65,6 +66,7 @@ class AmpOptimizerState:
     direct: list[torch.Tensor] = field(default_factory=list)
     sets: list[GradientSet] = field(default_factory=list)
     saved_grads_taken: bool = False
+    had_block: bool = False
     last_step: LastStep = field(default_factory=LastStep)
     undecided_steps: list[list[FlagCopy]] = field(default_factory=list)
 
@@ -133,13 +135,6 @@ class AmpOptimizerState:
             if not all(map(operator.is_, group["params"], params)):
                 return False
         return True
-
-    def show_masters(self, optimizer: Optimizer) -> None:
-        """Have masters, and their gradients, follow what the script did to the model's, which reads or writes them."""
-        drop_cleared_gradients(self.masters)
-        if not self.in_block:
-            self.look_up(optimizer)
-            settle(self.masters)
 
     def report_arrived(self) -> None:
         """Say which earlier steps the device skipped, as far as their flags have reached the host."""

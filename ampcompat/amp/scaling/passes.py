@@ -14,6 +14,7 @@ from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat._types import Optimizer
+from ampcompat.amp.half.masters import drop_cleared_gradients, settle
 from ampcompat.amp.scaling import misuse
 from ampcompat.amp.scaling.gradient_sets import GradientSet, OpenBlock, Overflow, Pending, all_sets, sets_of
 from ampcompat.amp.scaling.legacy_methods import save_or_prepare, unscale_by_scripts
@@ -124,14 +125,17 @@ def _make_transitions(
 def note_users(optimizers: Iterable[Optimizer]) -> None:
     """Note that a pass of ``optimizers`` gave the gradients that are in their sets."""
     for optimizer in optimizers:
+        optimizer._amp_stash.had_block = True
         for gradient_set in optimizer._amp_stash.sets:
             gradient_set.note_user(optimizer)
 
 
 # -- passes whose gradients stay scaled --------------------------------------------------------------------------------
-def leave_pending(sets: Sequence[GradientSet], scaler: LossScaler, scale: torch.Tensor | None) -> None:
+def leave_pending(
+    sets: Sequence[GradientSet], scaler: LossScaler, scale: torch.Tensor | None, is_unsynced: bool
+) -> None:
     """Leave the gradients of a pass as they are, scaled, to a later block or to the step."""
-    pending = Pending(scaler.scale_on() if scale is None else scale, {scaler: None})
+    pending = Pending(scaler.scale_on() if scale is None else scale, {scaler: None}, is_unsynced)
     for gradient_set in sets:
         if gradient_set.pending is not None:
             pending.scalers.update(gradient_set.pending.scalers)
@@ -150,6 +154,23 @@ def end_pending(gradient_set: GradientSet) -> None:
     optimizers = [optimizer for optimizer in users if optimizer is not None]
     scaler = next(iter(pending.scalers))
     end(sets_of_pass, optimizers, scaler, pending.scale)
+
+
+def show_masters(optimizer: Optimizer) -> None:
+    """Have masters, and their gradients, be what a script reads or writes that asks ``optimizer`` for them.
+
+    They follow what it did to the model's, and are unscaled outside of blocks: a script may leave the last of several
+    blocks with ``delay_unscale``, clip, and step.
+    """
+    stash: AmpOptimizerState = optimizer._amp_stash
+    drop_cleared_gradients(stash.masters)
+    if any(each.block is not None for each in stash.sets):
+        return
+    stash.look_up(optimizer)
+    for gradient_set in stash.sets:
+        if gradient_set.pending is not None and not gradient_set.pending.is_unsynced:
+            end_pending(gradient_set)
+    settle(stash.masters)
 
 
 # -- passes that fail --------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def is_plain(stash: AmpOptimizerState) -> bool:
     for each in stash.sets:
         if each.state is not GradientState.UNSCALED:
             return False
-        if each.overflows or each.may_be_non_finite or each.has_foreign_gradients:
+        if each.overflows or each.may_be_non_finite or each.has_foreign_gradients or each.has_dropped_gradients:
             return False
     return True
 
@@ -134,6 +134,9 @@ def _warn_of_misuse(stash: AmpOptimizerState) -> None:
     gradient = stash.first_gradient()
     if gradient is None:
         return
+    has_masters_gradients = any(master.value.grad is not None for master in stash.masters)
+    if stash.had_block and (has_masters_gradients or not stash.masters):
+        return  # the script has cleared what the block gave, or writes gradients itself
     used = stash.last_step.gradient_used
     if used is None or _torch.tensor_of(used) is not gradient:
         misuse.warn_of("no block")
@@ -222,6 +225,7 @@ def finish(optimizer: Optimizer, stash: AmpOptimizerState, skipped: bool | None)
     if skipped and stash.has_state(GradientState.LOST):
         say("Gradients of a scale_loss block were lost.  Skipping step")
     gradient = stash.first_gradient()
+    stash.had_block = False
     stash.last_step.skipped = skipped
     stash.last_step.gradient_used = None if gradient is None else weakref.ref(gradient)
     if skipped:

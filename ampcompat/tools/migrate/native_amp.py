@@ -485,7 +485,8 @@ def _refuse_overlap(optimizers: list[Any]) -> None:
 
 def _params_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[torch.nn.Parameter, None]:
     """Return the parameters of optimizers, in order, each once."""
-    return dict.fromkeys(param for optimizer in optimizers for param in master_params(optimizer))
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return dict.fromkeys(param for group in groups for param in group["params"])
 
 
 def _stash_of(optimizer: Any) -> _Stash:
@@ -535,16 +536,21 @@ def _drop_saved(params: Iterable[torch.nn.Parameter]) -> None:
             saved.pop(param, None)
 
 
-def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Step unless gradients overflowed."""
-    stash = _stash_of(optimizer)
-    pending = stash.pending
-    if pending is None:
-        _refuse_overlap([optimizer])
-    else:
+def _unscale_pending(optimizer: Any) -> None:
+    """Unscale what blocks with ``delay_unscale=True`` have left, to this optimizer and others."""
+    pending = _stash_of(optimizer).pending
+    if pending is not None:
         together = [other for other in pending.optimizers if _stash_of(other).pending is pending]
         _refuse_overlap(together)
         _unscale(pending.scaler, pending.scale, together)
+
+
+def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Step unless gradients overflowed."""
+    stash = _stash_of(optimizer)
+    if stash.pending is None:
+        _refuse_overlap([optimizer])
+    _unscale_pending(optimizer)
     closure, *rest = args or (kwargs.pop("closure", None),)
     if stash.overflowed is not None or (stash.suspect and closure is None and not _are_finite(optimizer)):
         return _skip(optimizer)
@@ -577,7 +583,7 @@ def _skip(optimizer: Any) -> None:
 
 
 def _are_finite(optimizer: Any) -> bool:
-    grads = [param.grad for param in master_params(optimizer) if param.grad is not None]
+    grads = [param.grad for param in _params_of([optimizer]) if param.grad is not None]
     return all(bool(grad.isfinite().all()) for grad in grads)
 
 
@@ -603,7 +609,9 @@ def _checked(closure: Callable[[], Any], stash: _Stash) -> Callable[[], Any]:
 
 
 def master_params(optimizer: Any) -> Iterator[torch.nn.Parameter]:
-    """Yield the parameters of an optimizer: its weights are float32, and their own masters."""
+    """Yield the parameters of an optimizer: its weights are float32, and their own masters; gradients are unscaled."""
+    if hasattr(optimizer, "_amp_stash") and _stash_of(optimizer).saved is None:
+        _unscale_pending(optimizer)
     for group in optimizer.param_groups:
         yield from group["params"]
 

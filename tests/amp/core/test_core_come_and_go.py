@@ -12,7 +12,7 @@ from internals import reset
 
 from ampcompat import amp
 
-CLEARED = "it was cleared"
+DROPPED = "it was dropped"
 SCALE = 1024.0
 
 
@@ -67,9 +67,9 @@ def test_a_group_taken_out_and_put_back_begins_anew(level, delay_unscale, is_pen
     group = optimizer.param_groups.pop()
     optimizer.zero_grad()  # does not reach it
     block(model, optimizer, delay_unscale=is_pending_then)
-    with pytest.warns(UserWarning, match=CLEARED):
-        optimizer.add_param_group(group)
-    assert moved(model.b, optimizer.step) == 0
+    optimizer.add_param_group(group)
+    with pytest.warns(UserWarning, match=DROPPED):
+        assert moved(model.b, optimizer.step) == 0
     optimizer.zero_grad()
     block(model, optimizer)
     assert moved(model.b, optimizer.step) == 2
@@ -82,8 +82,36 @@ def test_a_parameter_appended_by_hand_begins_anew(level):
     start(level, model, optimizer)
     block(model, optimizer)
     optimizer.param_groups[0]["params"].append(model.b.weight)
-    with pytest.warns(UserWarning, match=CLEARED):
+    with pytest.warns(UserWarning, match=DROPPED):
         assert moved(model.b, optimizer.step) == 0
+
+
+@LEVELS
+@pytest.mark.parametrize("who", ["model", "optimizer"])
+def test_a_script_that_clears_gradients_hears_nothing(level, who):
+    """A backbone joins the head in the second stage of fine-tuning."""
+    model = Two()
+    optimizer = sgd(model.a.parameters())
+    start(level, model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for stage in range(2):
+            if stage:
+                optimizer.add_param_group({"params": list(model.b.parameters())})
+            (model if who == "model" else optimizer).zero_grad()
+            block(model, optimizer)
+            assert moved(model.b, optimizer.step) == 2 * stage
+
+
+def test_gradients_from_before_a_model_came_under_amp_stay():
+    """Folds of a cross-validation, each with a look for a learning rate before ``initialize``."""
+    for _ in range(2):
+        model = Two()
+        (model(torch.ones(2, 4)).sum() * 2).backward()
+        optimizer = sgd(model.parameters())
+        start("O1", model, optimizer)
+        block(model, optimizer)
+        assert moved(model.a, optimizer.step) == 6
 
 
 @LEVELS
@@ -118,9 +146,9 @@ def test_an_optimizer_in_the_place_of_one_that_was_gone_for_a_while(level):
     gc.collect()
     block(model, first)
     second = sgd(model.b.parameters())
-    with pytest.warns(UserWarning, match=CLEARED):
-        start(level, [], second)
-    assert moved(model.b, second.step) == 0
+    start(level, [], second)
+    with pytest.warns(UserWarning, match=DROPPED):
+        assert moved(model.b, second.step) == 0
 
 
 def test_an_optimizer_in_the_place_of_one_whose_gradients_overflowed():

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from core_kit import backward, loss_of, net, same, sgd, start
+from core_kit import backward, loss_of, masters, net, same, sgd, start
 from internals import float32_masters, has_scaled_gradients
 
 from ampcompat import amp
@@ -286,3 +286,18 @@ def test_a_delayed_overflow_leaves_no_momentum_of_fused_sgd(level):
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
     assert not any("momentum_buffer" in held for held in optimizer.state.values())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_master_params_are_unscaled_where_an_accumulation_ends_early(level):
+    """``delay_unscale=(i + 1) % n != 0``, and a step at the last batch: it clips before it steps."""
+    (model, optimizer), (twin, twin_optimizer) = start(level), start(level, model=net())
+    for seed in range(3):
+        backward(model, optimizer, seed, delay_unscale=True)
+        backward(twin, twin_optimizer, seed, delay_unscale=seed < 2)
+    norms = [torch.nn.utils.clip_grad_norm_(amp.master_params(one), 1e-3) for one in (optimizer, twin_optimizer)]
+    torch.testing.assert_close(*norms, rtol=1e-5, atol=0)  # the sum of another order
+    optimizer.step()
+    twin_optimizer.step()
+    for ours, theirs in zip(masters(optimizer), masters(twin_optimizer), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)

@@ -339,3 +339,17 @@ def test_where_the_scale_is_one_no_other_is_warned_of(level):
         gan.for_d.step()
 
     assert warned(train) == []
+
+
+def test_gradients_that_a_script_writes_itself_after_it_cleared_those_of_a_block():
+    """As PCGrad and GEM do: they keep what a block gave, clear it, and write what they have made of it."""
+    model, optimizer = start("O1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(2):
+            backward(model, optimizer, seed)
+            projected = [p.grad.clone() for p in model.parameters()]
+            optimizer.zero_grad()
+            for p, grad in zip(model.parameters(), projected, strict=True):
+                p.grad = grad
+            optimizer.step()
