@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -161,6 +160,7 @@ def initialize(
         units = _torch.sharded_units(objects.models)
         objects.changes = fsdp.plan(units, objects.models, session.properties.options)
     if state.optimizers.live:
+        _collect_unused(objects.models, objects.optimizers)
         _refuse_to_leave(objects.models, objects.optimizers, session.policy)
     if isinstance(enabled, str):
         _say_what_a_string_enables(enabled, session)
@@ -230,21 +230,32 @@ def _models_under_amp(models: object) -> Modules:
     return list(under_amp)
 
 
+def _collect_unused(models: Modules, given: list[Optimizer]) -> None:
+    """Have optimizers gone that the script has let go of: they are reference cycles, their methods are bound to them.
+
+    Else they would be refused, or shared gradients would wait for their steps.
+    """
+    if _share_with_others(models, given):
+        gc.collect()
+
+
+def _share_with_others(models: Modules, given: list[Optimizer]) -> bool:
+    """Whether an optimizer under amp that is not ``given`` holds a tensor of ``models``, or of one that is."""
+    held = _ids_in(models).union(*map(_ids_held_by, given))
+    others = [other for other in state.optimizers.listed() if not any(other is one for one in given)]
+    return any(not held.isdisjoint(_ids_held_by(other)) for other in others)
+
+
 def _refuse_to_leave(models: Modules, given: list[Optimizer], policy: ModelPolicy) -> None:
     """Refuse to change a model's level without an optimizer under amp that holds its tensors.
 
     Left behind, it would step half weights without masters, masters of float32 weights, or gradients of an unscaled
     loss. Optimizers of calls with the same policy stay where they are, and keep their loss scale.
     """
-    changed = {id(param) for model in models for part in model.modules() for param in part._parameters.values()}
-    left = weakref.WeakSet[Any](
-        optimizer
-        for optimizer in state.optimizers.listed()
-        if _would_be_left(optimizer, given, policy) and not changed.isdisjoint(_ids_held_by(optimizer))
-    )
-    if left:
-        gc.collect()  # an optimizer that is not used any more is part of a cycle: its methods are bound to it
-    for optimizer in left:
+    changed = _ids_in(models)
+    for optimizer in state.optimizers.listed():
+        if not _would_be_left(optimizer, given, policy) or changed.isdisjoint(_ids_held_by(optimizer)):
+            continue
         before = optimizer._amp_stash.session.properties.opt_level
         after = policy.opt_level or "out of amp"
         raise RuntimeError(
@@ -266,6 +277,11 @@ def _would_be_left(optimizer: Optimizer, given: list[Optimizer], policy: ModelPo
         and own.master_weights == policy.master_weights
     )
     return not steps_alike
+
+
+def _ids_in(models: Modules) -> set[int]:
+    """Ids of the parameters of ``models``."""
+    return {id(param) for model in models for part in model.modules() for param in part._parameters.values()}
 
 
 def _ids_held_by(optimizer: Optimizer) -> set[int]:
@@ -315,7 +331,6 @@ def _take_over(session: Session, objects: _Objects) -> None:
 
     A session that is not enabled takes models and optimizers out of amp, and leaves alone what is not under it.
     """
-    _collect_replaced(objects.optimizers)
     view = _view_of(session, objects)
     policy = session.policy
     with ExitStack() as undo:
@@ -358,22 +373,6 @@ def _params_that_come_under_amp(models: Modules) -> dict[int, torch.Tensor]:
     new = [model for model in models if model not in state.models.live]
     parts = [part for model in new for part in model.modules()]
     return {id(param): param for part in parts for param in part._parameters.values() if param is not None}
-
-
-def _collect_replaced(optimizers: list[Optimizer]) -> None:
-    """Have optimizers gone that the script has made ``optimizers`` in the place of.
-
-    They are reference cycles, since their methods are bound to them, and shared gradients would wait for their steps.
-    """
-    if _share_with_others(optimizers):
-        gc.collect()
-
-
-def _share_with_others(optimizers: list[Optimizer]) -> bool:
-    """Whether an optimizer under amp that is none of ``optimizers`` holds a tensor of theirs."""
-    held = set[int]().union(*map(_ids_held_by, optimizers))
-    others = [other for other in state.optimizers.listed() if not any(other is one for one in optimizers)]
-    return any(not held.isdisjoint(_ids_held_by(other)) for other in others)
 
 
 def _view_of(session: Session, objects: _Objects) -> dict[str, Any]:

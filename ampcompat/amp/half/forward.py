@@ -61,8 +61,8 @@ class ModelPolicy:
             notify("on_forward", model, args, kwargs)
         is_replica = "_amp_stamp" in model.__dict__  # of DataParallel's, in a thread of its own
         try:
-            if self.half_dtype is None or is_replica:
-                output = self._run_plain(model, forward, args, kwargs)
+            if self.half_dtype is None or is_replica:  # the original of a replica has followed its masters
+                output = self._cast_output(self._call(model, forward, args, kwargs))
             else:
                 output = self._run_half(model, forward, args, kwargs)
         except Exception as error:
@@ -76,14 +76,13 @@ class ModelPolicy:
         """Whether casts are wanted that nothing makes: of a model unpickled in a process without ``initialize``."""
         return self.casts.enabled and state.casts.patches is None
 
-    # -- eager ---------------------------------------------------------------------------------------------------------
-    def _run_plain(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
-        """Run a model of float32 weights, or a replica, whose original has followed its masters."""
-        output = self._call(model, forward, args, kwargs)
+    def _cast_output(self, output: object) -> object:
+        """Cast what a forward has returned, if this policy wants it in some dtype."""
         if self.output_dtype is None:
             return output
         return cast_tree(output, self.output_dtype)
 
+    # -- eager ---------------------------------------------------------------------------------------------------------
     def _run_half(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         """Run a model of half weights: bring them up to date with their masters, and note that it is running."""
         running = state.casts.thread.running
@@ -95,13 +94,9 @@ class ModelPolicy:
             output = self._call(model, forward, args, kwargs)
         finally:
             running.pop()
-        if self.output_dtype is None:
-            return output
         # Of ``initialize([model, model.generator], ...)``, the generator gives the model around it half outputs.
         is_part = model_around is not None and any(part is model for part in model_around.modules())
-        if is_part:
-            return output
-        return cast_tree(output, self.output_dtype)
+        return output if is_part else self._cast_output(output)
 
     def _call(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         """Call ``forward`` on inputs of this policy's dtype, with this policy's casts on, or all casts off."""
@@ -159,10 +154,7 @@ class ModelPolicy:
         if not device_types:  # of a model that was unpickled: no ``initialize`` has named any
             # Not the model's own device: torch 2.4 cannot trace ``parameters()`` of every model.
             device_types = tuple({tensor.device.type: None for tensor in tensors_in((args, kwargs))})
-        output = self._call_in_graph(device_types, forward, args, kwargs)
-        if self.output_dtype is None:
-            return output
-        return cast_tree(output, self.output_dtype)
+        return self._cast_output(self._call_in_graph(device_types, forward, args, kwargs))
 
     def _call_in_graph(self, device_types: tuple[str, ...], forward: Forward, args: Args, kwargs: Kwargs) -> object:
         """Call ``forward`` with this policy's casts on ``device_types``.

@@ -90,18 +90,13 @@ def _export(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, lo
             settle([record.masters[name]])  # casts a weight back to half that the script has cast to float32
         if tensor.dtype != record.dtype or not is_as_held:
             continue
-        if record.has_masters:
-            keeps_variables = saved is tensor  # state_dict(keep_vars=True)
-            state_dict[prefix + name] = _export_master(module, name, keeps_variables)
-        else:
+        if not record.has_masters:
             state_dict[prefix + name] = saved.float()
-
-
-def _export_master(module: torch.nn.Module, name: str, itself: bool) -> torch.Tensor:
-    """Return the float32 values of ``module``'s half tensor ``name``: the master ``itself``, or detached."""
-    master = ensure_master(module, name)
-    settle([master])
-    return master.value if itself else master.export()
+            continue
+        master = ensure_master(module, name)
+        settle([master])
+        keeps_variables = saved is tensor  # state_dict(keep_vars=True)
+        state_dict[prefix + name] = master.value if keeps_variables else master.export()
 
 
 @torch.no_grad()
