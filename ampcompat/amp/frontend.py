@@ -18,7 +18,7 @@ from ampcompat._types import HALF_DTYPES, Optimizer, Options, OptLevel
 from ampcompat.amp import arguments
 from ampcompat.amp.adapters import checkpoint_names, ddp, fsdp, wrapped
 from ampcompat.amp.casts.ambience import set_ambient
-from ampcompat.amp.half.boundary import BoundaryPolicy, set_boundary
+from ampcompat.amp.half.boundary import BoundaryPolicy, replace_policy
 from ampcompat.amp.half.casting import cast_weights
 from ampcompat.amp.half.forward import ModelPolicy
 from ampcompat.amp.half.keep_fp32 import select
@@ -400,15 +400,15 @@ def _cast_models(session: Session, objects: _Objects, undo: ExitStack) -> None:
         has_masters=policy.master_weights,
         trained=trained if policy.master_weights else set(),
     )
-    boundary = BoundaryPolicy.inside(policy)
+    boundary = BoundaryPolicy.for_modules_of(policy)
     for part in parts:
         if part in objects.models:
             continue
         before = part.__dict__.get("_amp_policy")
         is_kept = part in objects.kept
         if is_kept or isinstance(before, BoundaryPolicy):
-            undo.callback(set_boundary, part, before)
-            set_boundary(part, boundary if is_kept else None)
+            undo.callback(replace_policy, part, before)
+            replace_policy(part, boundary if is_kept else None)
 
 
 def _release_optimizer(optimizer: Optimizer) -> None:

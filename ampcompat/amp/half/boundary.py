@@ -21,7 +21,7 @@ class BoundaryPolicy(ModelPolicy):
     """How a kept module runs; ``output_dtype`` is the half dtype around it, if any."""
 
     @classmethod
-    def inside(cls, policy: ModelPolicy) -> BoundaryPolicy:
+    def for_modules_of(cls, policy: ModelPolicy) -> BoundaryPolicy:
         """Return the boundary of modules in models that run under ``policy``."""
         return cls(
             opt_level=policy.opt_level,
@@ -56,7 +56,7 @@ def _may_come_from_half_code(inputs: list[torch.Tensor]) -> bool:
     return any(dtype in HALF_DTYPES for dtype in dtypes)
 
 
-def set_boundary(module: torch.nn.Module, policy: ModelPolicy | None) -> None:
+def replace_policy(module: torch.nn.Module, policy: ModelPolicy | None) -> None:
     """Put the boundary ``policy`` around ``module``, or what was there before."""
     hooks = module._forward_pre_hooks
     for key in [key for key, hook in hooks.items() if hook is _keep_off_fused_path]:

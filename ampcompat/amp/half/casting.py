@@ -9,7 +9,7 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._types import HALF_DTYPES
-from ampcompat.amp.half.masters import Master, master_of, settle
+from ampcompat.amp.half.masters import Master, master_of, sync_written
 from ampcompat.amp.half.record import ensure_master, half_weights, masters_by_name, own_tensors, set_masters
 from ampcompat.amp.half.saving import hook, hook_added_modules, unhook
 
@@ -46,7 +46,7 @@ def cast_weights(
         record = half_weights(module)
         if record is not None:
             hook_added_modules(module, record)
-    unshared = torch.empty(1, device="cpu")  # made here, so that no other thread holds it
+    refcount_probe = torch.empty(1, device="cpu")  # made here, so that no other thread holds it
     for module in modules:
         target = target_dtype(module, dtype, keep_fp32, keep_batchnorm_fp32)
         if target is None:
@@ -57,7 +57,7 @@ def cast_weights(
             unhook(module)
         else:
             hook(module, target, has_masters)
-            _halve(module, target, undo, has_masters, trained, unshared)
+            _halve(module, target, undo, has_masters, trained, refcount_probe)
             if not has_masters:
                 set_masters(module, {})
 
@@ -87,10 +87,12 @@ def _is_affine_batch_norm(module: torch.nn.Module) -> bool:
 def _restore(module: torch.nn.Module, undo: ExitStack) -> None:
     """Cast the floating tensors that ``module`` itself holds to float32, each to the values of its master."""
     for name, tensor in _castable_tensors(module):
-        is_restored = tensor.dtype == torch.float32 and master_of(tensor) is None  # a tied one, as another module's
+        is_restored = (
+            tensor.dtype == torch.float32 and master_of(tensor) is None
+        )  # already, through a module that it is tied to
         if is_restored:
             continue
-        master = _current_master(module, name, tensor)
+        master = _synced_master(module, name, tensor)
         _remember_tensor(tensor, master, undo)
         _cast(tensor, _exact_values(tensor, master), torch.float32)
         if master is not None:
@@ -103,12 +105,12 @@ def _halve(
     undo: ExitStack,
     has_masters: bool,
     trained: Set[int],
-    unshared: torch.Tensor,
+    refcount_probe: torch.Tensor,
 ) -> None:
     """Cast the floating tensors that ``module`` itself holds to ``dtype``, and make masters of the ``trained`` ones."""
     for name, tensor in _castable_tensors(module):
-        master = _current_master(module, name, tensor)
-        leaves_memory = tensor.dtype == torch.float32 and _torch.owns_memory_alone(tensor, unshared)
+        master = _synced_master(module, name, tensor)
+        leaves_memory = tensor.dtype == torch.float32 and _torch.owns_memory_alone(tensor, refcount_probe)
         exact = _exact_values(tensor, master)
         if tensor.dtype != dtype:
             _remember_tensor(tensor, master, undo)
@@ -132,14 +134,14 @@ def _castable_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]
     return [(name, tensor) for name, tensor in own_tensors(module) if tensor.dtype in _CASTABLE]
 
 
-def _current_master(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> Master | None:
+def _synced_master(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> Master | None:
     """Return the master of ``tensor``, ``module``'s ``name``, with both copies equal; None if it has none."""
     master = masters_by_name(module).get(name)  # the index may have been reset since
     if master is None or master.half is not tensor:
         master = master_of(tensor)
     if master is not None:
         master.register()
-        settle([master])
+        sync_written([master])
     return master
 
 

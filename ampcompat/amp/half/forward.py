@@ -19,7 +19,7 @@ from ampcompat.amp.casts.ambience import install_casting
 from ampcompat.amp.casts.contexts import Casts, CastsOff, ForwardCasts, disabled_depth, is_decided
 from ampcompat.amp.casts.trees import cast_tree, tensors_in
 from ampcompat.amp.half.devices import device_type_of
-from ampcompat.amp.half.masters import refresh
+from ampcompat.amp.half.masters import push_written
 from ampcompat.amp.half.record import half_weights, masters_of, own_tensors
 from ampcompat.amp.hints import add_hint
 from ampcompat.amp.observers import notify
@@ -90,7 +90,7 @@ class ModelPolicy:
         running.append(model)
         try:
             if self.master_weights:
-                refresh(masters_of(model))
+                push_written(masters_of(model))
             output = self._call(model, forward, args, kwargs)
         finally:
             running.pop()

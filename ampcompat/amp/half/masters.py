@@ -33,9 +33,9 @@ address. Writes through ``param.data`` move neither, so that taking ``data`` is 
 ``data`` is taken through :func:`_note_taken`. An alias stays noted as long as it is alive. A copy that was neither
 counted nor noted is not looked at, and nothing here reads the device.
 
-A forward needs half weights that follow their masters (:func:`refresh`); it computes with half weights that a script
-has written as they are. Masters follow these before a step, a save or a copy (:func:`settle`): a weight that was
-written for a forward and written back by then has kept every bit of its master.
+A forward needs half weights that follow their masters (:func:`push_written`); it computes with half weights that a
+script has written as they are. Masters follow these before a step, a save or a copy (:func:`sync_written`): a weight
+that was written for a forward and written back by then has kept every bit of its master.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Master:
         """Whether ``value`` has another version than when both copies were equal."""
         return self.value._version != self.value_version
 
-    def written(self) -> Copy | None:
+    def written_copy(self) -> Copy | None:
         """Return the copy that other code has written, or may have; None if it has written neither.
 
         A version that moved is surer than ``data`` that was taken. Where both have moved, with no look between, the
@@ -179,8 +179,8 @@ class Master:
         if not self.is_param:
             return
         taken = Copy.HALF if tensor is self.half else Copy.VALUE
-        if self.written() not in (None, taken):
-            settle([self])
+        if self.written_copy() not in (None, taken):
+            sync_written([self])
         self.taken = taken
         self.aliases = _alive(self.aliases)
         if alias is not None:
@@ -191,7 +191,7 @@ class Master:
         alias = self.value.detach()
         if self.is_param:
             self.aliases.append((Copy.VALUE, weakref.ref(alias)))
-        self.record()  # after ``settle``
+        self.record()  # after ``sync_written``
         return alias
 
     # -- what the module did to its tensor -----------------------------------------------------------------------------
@@ -245,7 +245,7 @@ class Master:
 
     # -- copies --------------------------------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> Master:
-        settle([self])
+        sync_written([self])
         # Both copies go through the memo, so that an optimizer which is copied along holds the copy's masters.
         half = copy.deepcopy(self.half, memo)
         value = copy.deepcopy(self.value, memo)
@@ -257,7 +257,7 @@ class Master:
         return clone
 
     def __reduce__(self) -> Any:
-        settle([self])
+        sync_written([self])
         return _rebuilt, (self.half, self.value)
 
 
@@ -310,14 +310,14 @@ def master_of(tensor: torch.Tensor) -> Master | None:
 
 
 # -- keep both copies equal --------------------------------------------------------------------------------------------
-def refresh(masters: Iterable[Master]) -> None:
+def push_written(masters: Iterable[Master]) -> None:
     """Have half weights follow what was written to their masters, before a forward. No host sync."""
     written = _written(masters)
     if written:
         _torch.run_untraced(_bring_up_to_date, written, False)
 
 
-def settle(masters: Iterable[Master]) -> None:
+def sync_written(masters: Iterable[Master]) -> None:
     """Have each copy follow what was written to the other, before a step, a save or a copy. No host sync."""
     written = _written(masters)
     if written:
@@ -344,14 +344,14 @@ def _bring_up_to_date(masters: list[Master], takes_in_half: bool) -> None:
         return
     for master in masters:
         master.follow_module()
-    by_half = [master for master in masters if master.written() is Copy.HALF]
-    by_value = [master for master in masters if master.written() is Copy.VALUE]
+    by_half = [master for master in masters if master.written_copy() is Copy.HALF]
+    by_value = [master for master in masters if master.written_copy() is Copy.VALUE]
     if takes_in_half:
-        take_in(by_half)
+        pull_all(by_half)
     _round_into_model(by_value)
 
 
-def take_in(masters: Sequence[Master]) -> None:
+def pull_all(masters: Sequence[Master]) -> None:
     """Take what was written to half weights into their masters; elements that were not keep their low bits."""
     merge_([master.value for master in masters], [master.half for master in masters])
     for master in masters:
@@ -387,7 +387,7 @@ def push_all(masters: list[Master]) -> None:
             master.record()
 
 
-def resync(masters: Sequence[Master]) -> int:
+def sync_all(masters: Sequence[Master]) -> int:
     """Make both copies of each of ``masters`` equal, those included of which nothing tells that they were written.
 
     Returns:
@@ -396,8 +396,8 @@ def resync(masters: Sequence[Master]) -> int:
     for master in masters:
         master.follow_module()
     differ = [_differs(master) for master in masters if master.is_param]
-    by_value = [master for master in masters if master.written() is Copy.VALUE]
-    take_in([master for master in masters if master.written() is not Copy.VALUE])
+    by_value = [master for master in masters if master.written_copy() is Copy.VALUE]
+    pull_all([master for master in masters if master.written_copy() is not Copy.VALUE])
     _round_into_model(by_value)
     if not differ:
         return 0

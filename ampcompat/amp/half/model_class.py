@@ -23,7 +23,7 @@ from ampcompat.amp.casts.ambience import follow_lifetime
 from ampcompat.amp.casts.contexts import OFF, Casts, disabled_depth
 from ampcompat.amp.half.devices import device_type_of
 from ampcompat.amp.half.forward import Forward, ModelPolicy
-from ampcompat.amp.half.masters import refresh
+from ampcompat.amp.half.masters import push_written
 from ampcompat.amp.half.record import ATTRIBUTE as HALF_WEIGHTS
 from ampcompat.amp.half.record import half_weights, masters_of
 from ampcompat.amp.half.saving import hook
@@ -55,7 +55,7 @@ class AmpModel:
         """Give DataParallel a replica, which carries the casts into its thread, as its stamp."""
         policy: ModelPolicy | None = self._amp_policy
         if policy is not None and policy.master_weights:
-            refresh(masters_of(self))  # here and not in the replicas, which run in threads
+            push_written(masters_of(self))  # here and not in the replicas, which run in threads
         replica = self._amp_of._replicate_for_data_parallel(self)
         if policy is not None:
             device_type = device_type_of(self)

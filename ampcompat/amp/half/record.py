@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
-from ampcompat.amp.half.masters import Master, master_of, resync
+from ampcompat.amp.half.masters import Master, master_of, sync_all
 
 #: Where the record is: ``module.__dict__[ATTRIBUTE]``.
 ATTRIBUTE = "_amp_half_weights"
@@ -118,7 +118,7 @@ def sync_masters(model: torch.nn.Module) -> int:
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"sync_masters got {type(model).__name__} - it takes a model - pass the module.")
-    return resync(_masters_in(model))
+    return sync_all(_masters_in(model))
 
 
 # -- parameters that a script has replaced -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ampcompat import _torch
-from ampcompat.amp.half.masters import Master, settle
+from ampcompat.amp.half.masters import Master, sync_written
 from ampcompat.amp.half.record import (
     ATTRIBUTE,
     HalfWeights,
@@ -87,14 +87,14 @@ def _export(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, lo
         saved: Any = state_dict.get(prefix + name)
         is_as_held = isinstance(saved, torch.Tensor) and saved.dtype == tensor.dtype
         if name in record.masters:
-            settle([record.masters[name]])  # casts a weight back to half that the script has cast to float32
+            sync_written([record.masters[name]])  # casts a weight back to half that the script has cast to float32
         if tensor.dtype != record.dtype or not is_as_held:
             continue
         if not record.has_masters:
             state_dict[prefix + name] = saved.float()
             continue
         master = ensure_master(module, name)
-        settle([master])
+        sync_written([master])
         keeps_variables = saved is tensor  # state_dict(keep_vars=True)
         state_dict[prefix + name] = master.value if keeps_variables else master.export()
 

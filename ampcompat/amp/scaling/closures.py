@@ -9,7 +9,7 @@ import torch
 
 from ampcompat._types import Optimizer
 from ampcompat.amp.casts.contexts import Saved, restored
-from ampcompat.amp.half.masters import settle
+from ampcompat.amp.half.masters import sync_written
 from ampcompat.amp.scaling.gradient_sets import GradientState
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
 from ampcompat.amp.scaling.steps import (
@@ -95,7 +95,7 @@ class _Evaluations:
     def evaluate(self) -> Any:
         """Evaluate the closure once, on weights that follow the masters."""
         self._stash.look_up(self._optimizer)
-        settle(self._stash.masters)
+        sync_written(self._stash.masters)
         loss = evaluate(self._closure, self._outside)
         if self.first_loss is None:
             self.first_loss = loss

@@ -14,7 +14,7 @@ from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp.half.masters import drop_cleared_gradients, settle
+from ampcompat.amp.half.masters import drop_cleared_gradients, sync_written
 from ampcompat.amp.scaling import misuse
 from ampcompat.amp.scaling.gradient_sets import GradientSet, OpenBlock, Overflow, Pending, all_sets, sets_of
 from ampcompat.amp.scaling.legacy_methods import save_or_prepare, unscale_by_scripts
@@ -170,7 +170,7 @@ def show_masters(optimizer: Optimizer) -> None:
     for gradient_set in stash.sets:
         if gradient_set.pending is not None and not gradient_set.pending.is_unsynced:
             end_pending(gradient_set)
-    settle(stash.masters)
+    sync_written(stash.masters)
 
 
 # -- passes that fail --------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp.half.masters import push_all, settle
+from ampcompat.amp.half.masters import push_all, sync_written
 from ampcompat.amp.half.record import warn_of_replaced
 from ampcompat.amp.observers import notify
 from ampcompat.amp.scaling import misuse
@@ -113,7 +113,7 @@ def _prepare_masters(stash: AmpOptimizerState) -> None:
     for gradient_set in stash.sets:
         follow_half_gradients(gradient_set)
     warn_of_replaced(stash.masters)
-    settle(stash.masters)
+    sync_written(stash.masters)
 
 
 def _warn_of_misuse(stash: AmpOptimizerState) -> None:
