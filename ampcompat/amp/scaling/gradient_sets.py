@@ -378,6 +378,11 @@ def all_sets() -> list[GradientSet]:
     return sets_of(state.optimizers.listed())
 
 
+def is_a_block_open() -> bool:
+    """Whether a block is open, of any optimizer."""
+    return any(each.block is not None for each in all_sets())
+
+
 def watch_modules() -> None:
     """Have sets follow modules' ``zero_grad``; until a reset."""
     state.patch_once(_torch.watch_zero_grad, _module_zeroed)

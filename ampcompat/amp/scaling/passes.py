@@ -16,7 +16,15 @@ from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import drop_cleared_gradients, sync_written
 from ampcompat.amp.scaling import misuse
-from ampcompat.amp.scaling.gradient_sets import GradientSet, OpenBlock, Overflow, Pending, all_sets, sets_of
+from ampcompat.amp.scaling.gradient_sets import (
+    GradientSet,
+    OpenBlock,
+    Overflow,
+    Pending,
+    all_sets,
+    is_a_block_open,
+    sets_of,
+)
 from ampcompat.amp.scaling.legacy_methods import save_or_prepare, unscale_by_scripts
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
@@ -164,11 +172,12 @@ def show_masters(optimizer: Optimizer) -> None:
     """
     stash: AmpOptimizerState = optimizer._amp_stash
     drop_cleared_gradients(stash.masters)
-    if any(each.block is not None for each in stash.sets):
+    if stash.in_block:
         return
     stash.look_up(optimizer)
     for gradient_set in stash.sets:
-        if gradient_set.pending is not None and not gradient_set.pending.is_unsynced:
+        pending = gradient_set.pending
+        if pending is not None and not pending.is_unsynced and not is_a_block_open():
             end_pending(gradient_set)
     sync_written(stash.masters)
 
@@ -177,6 +186,7 @@ def show_masters(optimizer: Optimizer) -> None:
 def undo(sets: Iterable[GradientSet], scale: torch.Tensor | None) -> None:
     """Put back what was saved when a block began; new gradients, and those pending, are cleared."""
     for gradient_set in sets:
+        drop_cleared_gradients(gradient_set.masters)  # as at the end of a block
         gradient_set.clear_scaled()
         mirror_to_half(gradient_set.masters, scale)
         for param, old in gradient_set.saved:

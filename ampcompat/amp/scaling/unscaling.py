@@ -107,6 +107,7 @@ def unscale_new(gradient_set: GradientSet, scaler: LossScaler, scale: torch.Tens
         for adapter in state.adapters:
             _share_overflow(adapter, scaler, gradient_set.direct)
     if len(half_gradients) < len(masters):
+        drop_cleared_gradients(masters)  # a script may zero gradients in the block, and then clear some
         mirror_to_half(masters, scale)
     if gradient_set.saved:
         gradient_set.add_saved()

@@ -301,3 +301,15 @@ def test_master_params_are_unscaled_where_an_accumulation_ends_early(level):
     twin_optimizer.step()
     for ours, theirs in zip(masters(optimizer), masters(twin_optimizer), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_master_params_read_in_the_block_of_another_optimizer_stay_scaled():
+    models = [net(0), net(1)]
+    models, (a, b) = amp.initialize(models, [sgd(model) for model in models], opt_level="O1", verbosity=0)
+    backward(models[0], a, delay_unscale=True)
+    with amp.scale_loss(loss_of(models[1]), b) as scaled:
+        list(amp.master_params(a))
+        assert has_scaled_gradients(a)
+        scaled.backward()
+    list(amp.master_params(a))
+    assert not has_scaled_gradients(a)

@@ -178,3 +178,17 @@ def test_looking_at_edited_gradients_waits_for_nothing():
     with Counter() as counter:
         list(amp.master_params(optimizer))
     assert counter.syncs == 0
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_zeroed_and_then_cleared_in_the_block(raises):
+    model, optimizer = start("O2")
+    backward(model, optimizer)
+    block = amp.scale_loss(loss_of(model), optimizer)
+    block.__enter__().backward()
+    optimizer.zero_grad(set_to_none=False)
+    model.a.weight.grad = None
+    block.__exit__(*((ZeroDivisionError, ZeroDivisionError()) if raises else (None, None)))
+    first, second, *_ = amp.master_params(optimizer)
+    assert first.grad is None
+    assert not second.grad.any()
