@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from core_kit import backward, masters, net, same, sgd, start
+from core_kit import backward, loss_of, masters, net, same, sgd, start
 from counting import Counter
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
