@@ -76,8 +76,8 @@ def detach(optimizer: Optimizer) -> None:
 
 
 def remember(optimizer: Optimizer, undo: ExitStack) -> None:
-    """Have ``undo`` put ``optimizer`` back as it is now."""
-    undo.callback(regroup)  # runs last
+    """Have ``undo`` put ``optimizer`` back as it is now: callbacks run in reverse order."""
+    undo.callback(regroup)
     for each in (optimizer, *inner_optimizers(optimizer)):
         for group in each.param_groups:
             undo.callback(group["params"].__setitem__, slice(None), list(group["params"]))
@@ -101,7 +101,7 @@ def _wrap(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[
     return wrapper
 
 
-_torch.skip_compile_of_frame(_wrap(print, print))  # all wrappers share its code
+_torch.skip_compile_of_frame(_wrap(print, print))  # any wrapper does: the compiler goes by code, which all share
 
 
 # -- step --------------------------------------------------------------------------------------------------------------
