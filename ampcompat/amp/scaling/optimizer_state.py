@@ -95,6 +95,11 @@ class AmpOptimizerState:
                 return param.grad
         return None
 
+    def was_used(self, gradient: torch.Tensor) -> bool:
+        """Whether ``gradient``, the first in the model, was there when the last step had used it."""
+        used = self.last_step.gradient_used
+        return used is not None and _torch.tensor_of(used) is gradient
+
     @contextmanager
     def limited_to(self, sets: list[GradientSet]) -> Iterator[None]:
         """Context in which ``sets`` are those of this optimizer."""

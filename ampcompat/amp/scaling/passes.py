@@ -18,6 +18,7 @@ from ampcompat.amp.half.masters import drop_cleared_gradients, sync_written
 from ampcompat.amp.scaling import misuse
 from ampcompat.amp.scaling.gradient_sets import (
     GradientSet,
+    GradientState,
     OpenBlock,
     Overflow,
     Pending,
@@ -38,6 +39,8 @@ def begin(optimizers: Sequence[Optimizer], block: OpenBlock, scaler: LossScaler,
         stash: AmpOptimizerState = optimizer._amp_stash
         if stash.undecided_steps:
             stash.report_arrived()
+        if stash.masters and scaler.watched_blocks < misuse.WATCHED:
+            _warn_of_plain_gradients(stash)
     sets = sets_of(optimizers)
     for gradient_set in all_sets() if len(state.optimizers.live) > 1 else sets:
         follow_half_gradients(gradient_set)  # of other sets too, before the backward pass may add to them
@@ -50,6 +53,18 @@ def begin(optimizers: Sequence[Optimizer], block: OpenBlock, scaler: LossScaler,
         save_or_prepare(optimizer, delay)
         for gradient_set in optimizer._amp_stash.sets:
             gradient_set.begin_block(block)
+
+
+def _warn_of_plain_gradients(stash: AmpOptimizerState) -> None:
+    """Warn of gradients of half weights that no block gave: this one drops them."""
+    if any(each.state not in (GradientState.NONE, GradientState.EMPTY) for each in stash.sets):
+        return
+    for master in stash.masters:
+        gradient = master.half.grad
+        if gradient is not None:
+            if master.added_grad is None and not stash.was_used(gradient):
+                misuse.warn_of("plain gradients dropped")
+            return
 
 
 # -- its end -----------------------------------------------------------------------------------------------------------

@@ -137,8 +137,7 @@ def _warn_of_misuse(stash: AmpOptimizerState) -> None:
     has_masters_gradients = any(master.value.grad is not None for master in stash.masters)
     if stash.had_block and (has_masters_gradients or not stash.masters):
         return  # the script has cleared what the block gave, or writes gradients itself
-    used = stash.last_step.gradient_used
-    if used is None or _torch.tensor_of(used) is not gradient:
+    if not stash.was_used(gradient):
         misuse.warn_of("no block")
 
 

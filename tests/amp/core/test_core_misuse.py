@@ -353,3 +353,31 @@ def test_gradients_that_a_script_writes_itself_after_it_cleared_those_of_a_block
             for p, grad in zip(model.parameters(), projected, strict=True):
                 p.grad = grad
             optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_plain_backward_before_the_block(level):
+    """One of two losses was forgotten; masters do not get its gradients."""
+    model, optimizer = start(level)
+    train(model, optimizer, 2)
+    loss_of(model).backward()
+    if level == "O1":
+        backward(model, optimizer)
+        return
+    with pytest.warns(UserWarning, match=r"\(of a loss.backward\(\) before it\?\)"):
+        backward(model, optimizer)
+
+
+@pytest.mark.parametrize("clears", [None, "none", "zeros", "by hand"])
+def test_a_loop_that_clears_gradients_in_any_way_or_not_at_all(clears):
+    model, optimizer = start("O2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(4):
+            if clears in ("none", "zeros"):
+                model.zero_grad(clears == "none")
+            if clears == "by hand":
+                for p in model.parameters():
+                    p.grad = None
+            backward(model, optimizer, seed)
+            optimizer.step()
