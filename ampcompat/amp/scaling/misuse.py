@@ -33,7 +33,7 @@ _MISTAKES = {
     " scale - step before that block, give the block both optimizers: `with amp.scale_loss(loss, [optimizer_a,"
     " optimizer_b])`, or freeze what the loss is not to train: requires_grad_(False).",
     "plain gradients dropped": "A scale_loss block with half weights that have gradients already, which no block of"
-    " their optimizer gave (of a loss.backward() before it?) - master weights (O2, O5) take gradients from blocks alone,"
+    " their optimizer gave (of a loss.backward() before it?) - master weights (O2, O5) take gradients of blocks alone,"
     f" so they were dropped, as under apex - {_FIX}, for each loss.",
     "half gradients edited": "Gradients of the model's half parameters were edited after scale_loss (clipped?) - the"
     " optimizer steps with the float32 gradients of the masters, which did not change - clip"
