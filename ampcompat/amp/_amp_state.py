@@ -57,7 +57,8 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
 
     Returns:
         An iterator over tensors, float32 masters where the model's weights are half, in the order of
-        ``optimizer.param_groups``. Right after a ``scale_loss`` block their gradients are unscaled float32: clip these.
+        ``optimizer.param_groups``. Outside of ``scale_loss`` blocks their gradients are unscaled float32: clip these.
+        Those that ``delay_unscale`` has left are unscaled by this call, and their loss scale moves.
 
     Raises:
         TypeError: ``optimizer`` has no ``param_groups``.

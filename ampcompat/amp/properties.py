@@ -69,8 +69,8 @@ def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple
         options["cast_model_type"] = half_dtype
     if options["patch_torch_functions_type"] is not None:
         options["patch_torch_functions_type"] = half_dtype
-    scale_is_the_levels = "loss_scale" not in accepted
-    if half_dtype == torch.bfloat16 and scale_is_the_levels and options["loss_scale"] == "dynamic":
+    is_in_place_of_float16 = half_dtype == torch.bfloat16 and LEVELS[level].half_dtype != torch.bfloat16
+    if is_in_place_of_float16 and "loss_scale" not in accepted:
         options["loss_scale"] = 1.0  # bfloat16 has float32's range: nothing to scale
     properties = Properties()
     properties.options.update({"enabled": True, "opt_level": level, **options})

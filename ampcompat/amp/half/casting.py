@@ -178,4 +178,4 @@ def _put_back(tensor: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | Non
     if master is not None:
         master.dtype = data.dtype
         master.register()
-        master.record()
+        master.note_equal()

@@ -101,7 +101,7 @@ class Master:
         self.added_grad: tuple[torch.Tensor, int] | None = None
         self.taken: Copy | None = None
         self.aliases: list[tuple[Copy, weakref.ref[torch.Tensor]]] = []
-        self.record()
+        self.note_equal()
         self.register()
 
     @property
@@ -134,14 +134,14 @@ class Master:
         self.value.grad = None
 
     # -- which copy was written ----------------------------------------------------------------------------------------
-    def record(self) -> None:
+    def note_equal(self) -> None:
         """Record that both copies are equal now."""
         self.half_version = self.half._version
         self.value_version = self.value._version
         self.address = self.half.data_ptr()
         self.aliases = _alive(self.aliases)
         held = [copy_taken for copy_taken, _ in self.aliases]
-        if Copy.HALF in held or not self.is_param:  # batch norm writes its buffers without moving their versions
+        if Copy.HALF in held or not self.is_param:  # batch norm writes its buffers unseen: each sync compares them
             self.taken = Copy.HALF
         elif held:
             self.taken = Copy.VALUE
@@ -149,12 +149,12 @@ class Master:
             self.taken = None
 
     @property
-    def is_half_counted(self) -> bool:
+    def half_has_moved(self) -> bool:
         """Whether ``half`` has another version or address than when both copies were equal."""
         return self.half._version != self.half_version or self.half.data_ptr() != self.address
 
     @property
-    def is_value_counted(self) -> bool:
+    def value_has_moved(self) -> bool:
         """Whether ``value`` has another version than when both copies were equal."""
         return self.value._version != self.value_version
 
@@ -164,9 +164,9 @@ class Master:
         A version that moved is surer than ``data`` that was taken. Where both have moved, with no look between, the
         model's elements count.
         """
-        if self.is_half_counted:
+        if self.half_has_moved:
             return Copy.HALF
-        if self.is_value_counted:
+        if self.value_has_moved:
             return Copy.VALUE
         return self.taken
 
@@ -174,7 +174,7 @@ class Master:
         """Note that ``alias``, the ``data`` of ``tensor``, was taken: the copy may be written through it.
 
         What was written to the other copy is taken over first, so that the later write is the one that counts. Buffers
-        count as written through the model's copy at any time (:meth:`record`).
+        count as written through the model's copy at any time (:meth:`note_equal`).
         """
         if not self.is_param:
             return
@@ -191,7 +191,7 @@ class Master:
         alias = self.value.detach()
         if self.is_param:
             self.aliases.append((Copy.VALUE, weakref.ref(alias)))
-        self.record()  # after ``sync_written``
+        self.note_equal()  # after ``sync_written``
         return alias
 
     # -- what the module did to its tensor -----------------------------------------------------------------------------
@@ -226,13 +226,13 @@ class Master:
         _recast(self.half, self.dtype)
         self.value.copy_(merged(self.value, exact, self.dtype))
         self.half.copy_(self.value)
-        self.record()
+        self.note_equal()
 
     @torch.no_grad()
     def push(self) -> None:
         """Write the master into the model."""
         self.half.copy_(self.value)
-        self.record()
+        self.note_equal()
 
     def rebind(self, half: torch.Tensor) -> None:
         """Make ``half``, which has taken the place of the model's tensor, the half copy under every name."""
@@ -253,7 +253,7 @@ class Master:
             return self  # a compiler's stand-in for the module, which is never stepped
         clone = memo[id(self)] = Master(half, value)  # its slots are found by ``masters_of``
         clone.push()  # ``half`` may have been copied with its module, before it followed ``value``
-        self.record()  # to copy ``value``, torch took its ``data``
+        self.note_equal()  # to copy ``value``, torch took its ``data``
         return clone
 
     def __reduce__(self) -> Any:
@@ -355,7 +355,7 @@ def pull_all(masters: Sequence[Master]) -> None:
     """Take what was written to half weights into their masters; elements that were not keep their low bits."""
     merge_([master.value for master in masters], [master.half for master in masters])
     for master in masters:
-        master.record()
+        master.note_equal()
 
 
 @_torch.without_grad
@@ -367,10 +367,10 @@ def _round_into_model(masters: list[Master]) -> None:
     """
     if not masters:
         return
-    halves = [m.half.detach() if m.is_value_counted else _torch.data_of(m.half) for m in masters]
+    halves = [m.half.detach() if m.value_has_moved else _torch.data_of(m.half) for m in masters]
     _torch.foreach_copy_(halves, [m.value for m in masters])
     for master in masters:
-        master.record()
+        master.note_equal()
 
 
 @_torch.without_grad
@@ -384,7 +384,7 @@ def push_all(masters: list[Master]) -> None:
             master.half_version = master.half._version
             master.value_version = master.value._version
         else:
-            master.record()
+            master.note_equal()
 
 
 def sync_all(masters: Sequence[Master]) -> int:

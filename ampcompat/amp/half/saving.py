@@ -86,7 +86,7 @@ def _export(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, lo
     for name, tensor in own_tensors(module):
         saved: Any = state_dict.get(prefix + name)
         is_as_held = isinstance(saved, torch.Tensor) and saved.dtype == tensor.dtype
-        if name in record.masters:
+        if tensor.dtype != record.dtype and name in record.masters:
             sync_written([record.masters[name]])  # casts a weight back to half that the script has cast to float32
         if tensor.dtype != record.dtype or not is_as_held:
             continue
@@ -142,5 +142,5 @@ def _rebind_and_round(module: torch.nn.Module, incompatible_keys: Any) -> None:
         was_assigned = held is not master.half  # load_state_dict(assign=True)
         if was_assigned:
             master.rebind(held)
-        if was_assigned or master.is_value_counted:
+        if was_assigned or master.value_has_moved:
             master.push()

@@ -210,37 +210,30 @@ class Block:
             for gradient_set in sets:
                 gradient_set.end_block()
                 gradient_set.note_new(has_new_grads=True)
-        elif self._leaves_pending(sets):
-            passes.note_users(self.optimizers)
-            return
+            stays_scaled = False
         else:
-            self._end(sets)
-        if state.observers:
+            stays_scaled = self._end(sets)
+        if state.observers and not stays_scaled:
             notify("on_gradients", self.scaler, self.optimizers)
 
-    def _end(self, sets: Sequence[GradientSet]) -> None:
-        """Unscale the new gradients."""
+    def _end(self, sets: Sequence[GradientSet]) -> bool:
+        """Unscale the new gradients, or leave them scaled to a later block; return whether they stay scaled."""
         try:
+            is_unsynced = any(adapter.defers_sync(each.leaves()) for adapter in state.adapters for each in sets)
+            is_lost = any(each.state is GradientState.LOST for each in sets)
+            stays_scaled = (self.delay or is_unsynced) and not is_lost
+            if stays_scaled:
+                passes.leave_pending(sets, self.scaler, self.scale, is_unsynced)
+                return True
             has_new_grads = passes.end(sets, self.optimizers, self.scaler, self.scale, self.moves_scale)
+        except BaseException:
+            passes.lose(sets, self.scaler)
+            raise
         finally:
             passes.note_users(self.optimizers)
         is_unused = self.backward_calls is not None and not self.backward_calls
         if has_new_grads and is_unused:
             misuse.warn_of("unscaled loss in a block")
-
-    def _leaves_pending(self, sets: Sequence[GradientSet]) -> bool:
-        """Leave gradients scaled to a later block, if it must be: return whether.
-
-        After ``delay_unscale``, and while DDP or FSDP2 keeps gradients on a rank.
-        """
-        if not self.delay and not state.adapters:
-            return False
-        if any(each.state is GradientState.LOST for each in sets):
-            return False
-        is_unsynced = any(adapter.defers_sync(each.leaves()) for adapter in state.adapters for each in sets)
-        if self.delay or is_unsynced:
-            passes.leave_pending(sets, self.scaler, self.scale, is_unsynced)
-            return True
         return False
 
     def _undo(self) -> None:

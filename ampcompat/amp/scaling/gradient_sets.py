@@ -70,7 +70,7 @@ class GradientState(Enum):
     """Name the states of a set; the table at the head of this module has its events."""
 
     NONE = "no block since the last step"
-    EMPTY = "as NONE, and blocks that gave no gradient"
+    EMPTY = "as NONE, but there were blocks: a step warns"
     UNSCALED = "what blocks gave, unscaled"
     PENDING = "still scaled, in p.grad; what was unscaled before is kept apart"
     LOST = "a block whose end failed; cleared"
@@ -122,7 +122,7 @@ class GradientSet:
             look at itself.
         has_foreign_gradients: Whether a block of other optimizers has added to them, still multiplied by its scale.
         has_dropped_gradients: Whether such gradients were dropped, of tensors that no optimizer held before.
-        users: The optimizers whose blocks gave them, and whether each has stepped with them.
+        users: The optimizers whose blocks gave them, and others that have stepped with them; True: it has stepped.
     """
 
     masters: list[Master] = field(default_factory=list)
@@ -160,8 +160,8 @@ class GradientSet:
         """Whether there is a gradient that a step would use."""
         return next(self.gradients(), None) is not None
 
-    def has_stepped(self, optimizer: Optimizer) -> bool:
-        """Whether ``optimizer`` has stepped with these gradients, while others have yet to."""
+    def waits_for_others(self, optimizer: Optimizer) -> bool:
+        """Whether ``optimizer`` has stepped with these gradients, which are kept for others that have yet to."""
         return len(self.users) > 1 and self.users.get(weakref.ref(optimizer), False)
 
     def _has_waiting_user(self) -> bool:
@@ -198,7 +198,7 @@ class GradientSet:
 
         Gradients that were lost have skipped a step then.
         """
-        if len(self.users) < 2 or not any(map(self.has_stepped, by)):
+        if len(self.users) < 2 or not any(map(self.waits_for_others, by)):
             return
         was_kept = any(master.value.grad is not None for master in self.masters)
         self._drop_masters_gradients()
@@ -415,13 +415,17 @@ class _Group:
         ``dropped``: ids of tensors whose gradients were dropped.
         """
         sets = [old.part(members, self.holders) for old, members in self.members_by_set.items()]
+        if not self.newcomers:
+            return sets
         if not sets:
-            # An optimizer that is gone may have left gradients that are not finite.
-            sets = [GradientSet(may_be_non_finite=state.optimizers.has_scaled)]
+            sets = [GradientSet()]
+        joined = sets[0]
         for member in self.newcomers:
-            sets[0].add(member)
-        if not dropped.isdisjoint(map(id, sets[0].leaves())):
-            sets[0].has_dropped_gradients = True
+            joined.add(member)
+        if not dropped.isdisjoint(map(id, joined.leaves())):
+            joined.has_dropped_gradients = True
+        elif state.optimizers.has_scaled and joined.has_gradients():
+            joined.may_be_non_finite = True  # an optimizer that is gone may have left an overflow
         return sets
 
 

@@ -28,7 +28,7 @@ from ampcompat.amp.scaling.exchange import give_back_params, inner_optimizers, m
 from ampcompat.amp.scaling.gradient_sets import regroup, sets_of
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
 from ampcompat.amp.scaling.session import Session
-from ampcompat.amp.scaling.steps import is_plain, plain_step, scaled_step
+from ampcompat.amp.scaling.steps import needs_no_amp, plain_step, scaled_step
 
 
 def attach(optimizer: Optimizer, session: Session) -> None:
@@ -111,8 +111,9 @@ def step(optimizer: Optimizer, original: Callable[..., Any], closure: Any = None
 
     What a step of a script's own takes beside the closure is given to it by name.
 
-    Host syncs: one, and when it is skipped one more for each scale that the message names; none with an optimizer that
-    takes ``found_inf``, or where nothing is scaled.
+    Host syncs: one where the flag of a dynamic scale waits, or gradients of an earlier overflow may still be there; one
+    more for each scale that the message of a skip names. None with a static scale, nor with an optimizer that takes
+    ``found_inf``, but for its first step with momentum.
     """
     stash: AmpOptimizerState = optimizer._amp_stash
     stash.look_up(optimizer)
@@ -131,7 +132,7 @@ def step(optimizer: Optimizer, original: Callable[..., Any], closure: Any = None
             return step_with_closure(optimizer, original, closure, outside, **kwargs)
     casting = casts.original is not None or any(map(torch.is_autocast_enabled, casts.device_types))
     with CastsOff() if casting else nullcontext():
-        if is_plain(stash):
+        if needs_no_amp(stash):
             return plain_step(optimizer, stash, original, **kwargs)
         return scaled_step(optimizer, stash, functools.partial(original, **kwargs))
 

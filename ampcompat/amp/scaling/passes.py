@@ -78,8 +78,6 @@ def end(
 ) -> bool:
     """Unscale new gradients, add them to accumulated ones, and make the scaler's transition. No host sync.
 
-    Gradients that an exception has left half unscaled are cleared, and the next step is skipped.
-
     Args:
         sets: Those that the pass has given gradients to.
         optimizers: Those of the block: whose methods scripts may have replaced.
@@ -90,23 +88,6 @@ def end(
     Returns:
         Whether there were new gradients.
     """
-    try:
-        return _end(sets, optimizers, scaler, scale, moves_scale)
-    except BaseException:
-        scaler.forget_found_inf()
-        for gradient_set in sets:
-            gradient_set.lose()
-        say("The end of a scale_loss block raised: its gradients are cleared, and the next step is skipped.")
-        raise
-
-
-def _end(
-    sets: Sequence[GradientSet],
-    optimizers: Iterable[Optimizer],
-    scaler: LossScaler,
-    scale: torch.Tensor | None,
-    moves_scale: bool,
-) -> bool:
     pending_scalers: dict[LossScaler, None] = {}  # of earlier blocks whose losses have a part in these gradients
     for gradient_set in sets:
         if gradient_set.pending is not None:
@@ -176,14 +157,18 @@ def end_pending(gradient_set: GradientSet) -> None:
     users = dict.fromkeys(user() for each in sets_of_pass for user in each.users)
     optimizers = [optimizer for optimizer in users if optimizer is not None]
     scaler = next(iter(pending.scalers))
-    end(sets_of_pass, optimizers, scaler, pending.scale)
+    try:
+        end(sets_of_pass, optimizers, scaler, pending.scale)
+    except BaseException:
+        lose(sets_of_pass, scaler)
+        raise
 
 
 def show_masters(optimizer: Optimizer) -> None:
-    """Have masters, and their gradients, be what a script reads or writes that asks ``optimizer`` for them.
+    """Make the masters of ``optimizer`` ready for a script that asks for them.
 
-    They follow what it did to the model's, and are unscaled outside of blocks: a script may leave the last of several
-    blocks with ``delay_unscale``, clip, and step.
+    They follow what it did to the model's weights and gradients. Outside of blocks, a pass of ``delay_unscale`` ends:
+    its gradients are unscaled, and the scale moves. A script may end an accumulation early, clip, and step.
     """
     stash: AmpOptimizerState = optimizer._amp_stash
     drop_cleared_gradients(stash.masters)
@@ -198,6 +183,14 @@ def show_masters(optimizer: Optimizer) -> None:
 
 
 # -- passes that fail --------------------------------------------------------------------------------------------------
+def lose(sets: Iterable[GradientSet], scaler: LossScaler) -> None:
+    """Clear what an exception has left half unscaled, and have the next step skipped."""
+    scaler.forget_found_inf()
+    for gradient_set in sets:
+        gradient_set.lose()
+    say("The end of a scale_loss block raised: its gradients are cleared, and the next step is skipped.")
+
+
 def undo(sets: Iterable[GradientSet], scale: torch.Tensor | None) -> None:
     """Put back what was saved when a block began; new gradients, and those pending, are cleared."""
     for gradient_set in sets:

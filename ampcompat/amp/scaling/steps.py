@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 
 @_torch.eager
-def is_plain(stash: AmpOptimizerState) -> bool:
+def needs_no_amp(stash: AmpOptimizerState) -> bool:
     """Whether torch's own step is all there is to do: nothing is scaled, and there are no masters."""
     if stash.masters or stash.undecided_steps:
         return False
@@ -69,7 +69,7 @@ def scaled_step(optimizer: Optimizer, stash: AmpOptimizerState, step: Callable[[
             announce_skip(overflowed)
             finish(optimizer, stash, skipped=True)
             return None
-    already_stepped = [each for each in stash.sets if each.has_stepped(optimizer)]
+    already_stepped = [each for each in stash.sets if each.waits_for_others(optimizer)]
     if already_stepped:
         step = functools.partial(_without_gradients, already_stepped, step)
     if skips_on_device:
@@ -148,7 +148,7 @@ def overflows_of(optimizer: Optimizer, stash: AmpOptimizerState) -> list[Overflo
     overflows: dict[int, Overflow] = {}  # a block's sets have the same flag
     suspects: list[torch.Tensor] = []
     for each in stash.sets:
-        has_stepped = each.has_stepped(optimizer)
+        has_stepped = each.waits_for_others(optimizer)
         if not has_stepped:
             for overflow in each.overflows:
                 overflows[id(overflow.flag)] = overflow
@@ -242,5 +242,5 @@ def gradients_for_step(optimizer: Optimizer, stash: AmpOptimizerState) -> list[t
     """The gradients that a step of ``optimizer`` uses."""
     gradients: list[torch.Tensor] = []
     for each in stash.sets:
-        gradients += each.gradients(with_masters=not each.has_stepped(optimizer))
+        gradients += each.gradients(with_masters=not each.waits_for_others(optimizer))
     return gradients

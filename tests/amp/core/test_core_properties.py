@@ -149,6 +149,14 @@ def test_a_new_row_is_a_level(monkeypatch, capsys):
     assert losses[-1] < losses[0] / 2
 
 
+def test_a_new_row_in_bfloat16_may_have_a_dynamic_scale(monkeypatch):
+    row = Level("O6:  O5 with a dynamic scale.", torch.bfloat16, False, None, True, True, "dynamic")
+    monkeypatch.setitem(LEVELS, "O6", row)
+    model, _ = amp.initialize(torch.nn.Linear(4, 4), opt_level="O6", verbosity=0), None
+    assert model.weight.dtype == torch.bfloat16
+    assert amp._amp_state.loss_scalers[0].dynamic
+
+
 def test_what_a_new_row_with_casts_allows_follows_from_it(monkeypatch):
     row = Level("O6:  Casts, with a dynamic scale.", None, True, torch.bfloat16, None, None, "dynamic")
     monkeypatch.setitem(LEVELS, "O6", row)
