@@ -9,6 +9,7 @@ from internals import float32_masters, has_scaled_gradients
 
 from ampcompat import amp
 from ampcompat.amp.scaler import LossScaler
+from ampcompat.amp.scaling.adapter import Adapter, use
 
 INF = float("inf")
 
@@ -313,3 +314,26 @@ def test_master_params_read_in_the_block_of_another_optimizer_stay_scaled():
         scaled.backward()
     list(amp.master_params(a))
     assert not has_scaled_gradients(a)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_block_whose_exit_raises_is_closed(level, capsys):
+    class Failing(Adapter):
+        fails = True
+
+        def defers_sync(self, leaves):
+            if type(self).fails:
+                raise KeyboardInterrupt
+            return False
+
+    model, optimizer = start(level)
+    use(Failing)
+    with pytest.raises(KeyboardInterrupt):
+        backward(model, optimizer)
+    Failing.fails = False
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert "its gradients are cleared" in capsys.readouterr().out
+    backward(model, optimizer)
+    optimizer.step()
+    assert not amp.step_was_skipped(optimizer)
