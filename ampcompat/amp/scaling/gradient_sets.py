@@ -11,7 +11,7 @@ block begins                  saved            saved                   rescaled 
 block ends                    UNSCALED         added: UNSCALED         added: UNSCALED       LOST
 block ends with an overflow   UNSCALED, noted  UNSCALED, noted         UNSCALED, noted       LOST
 block gives no gradient       EMPTY            UNSCALED                UNSCALED              LOST
-block gives them to others    NONE             UNSCALED                UNSCALED              LOST
+block gives other sets only   NONE             UNSCALED                UNSCALED              LOST
 block raises                  NONE             UNSCALED, as before     scaled ones are lost  LOST
 end of the block raises       LOST             LOST                    LOST                  LOST
 ends with ``delay_unscale``   PENDING          PENDING                 PENDING               LOST
