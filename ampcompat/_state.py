@@ -130,17 +130,19 @@ class OptimizerIndex:
         pending: Gradient sets that a block has left scaled. They are kept when their optimizers are gone, for the next
             one that holds these tensors.
         disabled: Those given to ``initialize(enabled=False)``.
-        held: By id, the models' tensors whose gradients are not scaled: those that optimizers under amp held when sets
-            were last made, and those of models that came under amp since. Check that the tensor found is the one meant:
-            ids are reused.
-        grouped: How many optimizers there were then.
+        unscaled: By id, the models' tensors whose gradients no block has left scaled: those that optimizers under amp hold,
+            or have held since a block was last opened, and those of models that came under amp since. Check that the
+            tensor found is the one meant: ids are reused.
+        has_others: Whether some of these are held by no optimizer.
+        grouped: How many optimizers there were when sets were last made.
         has_scaled: Whether a loss was multiplied by a scale.
     """
 
     live: weakref.WeakKeyDictionary[Optimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
     pending: list[GradientSet] = field(default_factory=list)
     disabled: weakref.WeakKeyDictionary[Optimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
-    held: weakref.WeakValueDictionary[int, torch.Tensor] = field(default_factory=weakref.WeakValueDictionary)
+    unscaled: weakref.WeakValueDictionary[int, torch.Tensor] = field(default_factory=weakref.WeakValueDictionary)
+    has_others: bool = False
     grouped: int = 0
     has_scaled: bool = False
 

@@ -334,8 +334,8 @@ def _take_over(session: Session, objects: _Objects) -> None:
     view = _view_of(session, objects)
     policy = session.policy
     with ExitStack() as undo:
-        undo.callback(setattr, state.optimizers, "held", state.optimizers.held.copy())
-        state.optimizers.held.update(_params_that_come_under_amp(objects.models))
+        undo.callback(setattr, state.optimizers, "unscaled", state.optimizers.unscaled.copy())
+        state.optimizers.unscaled.update(_params_that_come_under_amp(objects.models))
         undo.callback(set_ambient, state.casts.device_types)
         undo.callback(session.end_casts)
         for model in objects.models:

@@ -269,6 +269,7 @@ class Reference:
         self.dead = []  # weights that optimizers hold and no model does, where others are seen in their stead
         self.changes = 0  # of models, and of what optimizers hold: a run that is made anew has none
         self.away = []  # weights that an optimizer has let go, and which
+        self.unscaled = set()  # those that no block has been opened since, and whose gradients were unscaled then
         self.sets = []
         self.list_weights()
         dynamic = level in ("O1", "O2") and self.half is torch.float16
@@ -398,9 +399,13 @@ class Reference:
         self.list_weights()
         if self.has_scaled and any(scaler.dynamic or scaler.scale != 1.0 for scaler in self.scalers):
             for weight in late:
-                weight.leaf.grad = None
-                if weight.has_master:
-                    weight.forget()
+                if weight not in self.unscaled:
+                    weight.leaf.grad = None
+                    if weight.has_master:
+                        weight.forget()
+            for each in self.sets:
+                if set(late) & set(each.weights) and each.gradients():
+                    each.old_overflow = True
 
     def leave(self, step):
         one = self.optimizers[step["optimizer"]]
@@ -409,6 +414,8 @@ class Reference:
         weight = one.weights[-1]
         programs.leave(one.torch)
         weight.is_saved = True  # its master stays
+        if not any(each.pending for each in self.sets if weight in each.weights):
+            self.unscaled.add(weight)
         self.away.append((step["optimizer"], weight))
         self.changes += 1
         self.list_weights()
@@ -438,7 +445,7 @@ class Reference:
         return True
 
     def block(self, step):
-        self.has_scaled = True
+        self.note_scaled(step)
         chosen, scaler = [self.optimizers[n] for n in step["optimizers"]], self.scalers[step["loss_id"]]
         scale, loss = scaler.scale, self.loss(step)
         if self.idle:
@@ -459,9 +466,15 @@ class Reference:
         else:
             self.end(chosen, scaler, scale, check=not step["delay_overflow_check"])
 
+    def note_scaled(self, step):
+        self.has_scaled = True
+        scaler = self.scalers[step["loss_id"]]
+        if scaler.dynamic or scaler.scale != 1.0:
+            self.unscaled = set()
+
     def nested(self, step):
         """A block in a block."""
-        self.has_scaled = True
+        self.note_scaled(step["outer"])
         outer, inner = step["outer"], step["inner"]
         sides = [[self.optimizers[n] for n in part["optimizers"]] for part in (outer, inner)]
         scalers = [self.scalers[part["loss_id"]] for part in (outer, inner)]

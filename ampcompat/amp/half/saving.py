@@ -85,10 +85,8 @@ def _export(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, lo
     warn_of_replaced(record.masters.values())
     for name, tensor in own_tensors(module):
         saved: Any = state_dict.get(prefix + name)
-        is_as_held = isinstance(saved, torch.Tensor) and saved.dtype == tensor.dtype
-        if tensor.dtype != record.dtype and name in record.masters:
-            sync_written([record.masters[name]])  # casts a weight back to half that the script has cast to float32
-        if tensor.dtype != record.dtype or not is_as_held:
+        is_saved_in_half = isinstance(saved, torch.Tensor) and saved.dtype == record.dtype
+        if tensor.dtype != record.dtype or not is_saved_in_half:
             continue
         if not record.has_masters:
             state_dict[prefix + name] = saved.float()

@@ -19,7 +19,7 @@ from ampcompat.amp.casts.ambience import assert_ambience
 from ampcompat.amp.hints import add_hint
 from ampcompat.amp.observers import notify
 from ampcompat.amp.scaling import misuse, passes
-from ampcompat.amp.scaling.gradient_sets import GradientSet, GradientState, all_sets, regroup, sets_of
+from ampcompat.amp.scaling.gradient_sets import GradientSet, GradientState, all_sets, note_scaled, regroup, sets_of
 from ampcompat.amp.scaling.scaler import LossScaler, check_scaler
 from ampcompat.amp.scaling.session import DISABLED, Session
 
@@ -182,7 +182,7 @@ class Block:
         scaled = scaler.scale_loss(self.loss)
         self.scale = scaler.core.scale
         if scaler.dynamic or scaler.core.initial != 1.0:
-            state.optimizers.has_scaled = True
+            note_scaled()
         del self.loss  # free its memory with the script's own reference
         if scaler.watched_blocks < misuse.WATCHED and scaled.requires_grad:
             scaler.watched_blocks += 1

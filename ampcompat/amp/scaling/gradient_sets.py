@@ -121,7 +121,7 @@ class GradientSet:
         may_be_non_finite: Whether a step that was skipped, or may have been, has left gradients that the next one must
             look at itself.
         has_foreign_gradients: Whether a block of other optimizers has added to them, still multiplied by its scale.
-        has_dropped_gradients: Whether such gradients were dropped, of tensors that no optimizer held before.
+        dropped: Ids of tensors that no optimizer held before, whose gradients were dropped: such blocks added to them.
         users: The optimizers whose blocks gave them, and others that have stepped with them; True: it has stepped.
     """
 
@@ -134,7 +134,7 @@ class GradientSet:
     overflows: list[Overflow] = field(default_factory=list)
     may_be_non_finite: bool = False
     has_foreign_gradients: bool = False
-    has_dropped_gradients: bool = False
+    dropped: set[int] = field(default_factory=set)
     users: dict[weakref.ref[Optimizer], bool] = field(default_factory=dict)
 
     # -- what it holds -------------------------------------------------------------------------------------------------
@@ -177,14 +177,14 @@ class GradientSet:
             or self.overflows
             or self.may_be_non_finite
             or self.has_foreign_gradients
-            or self.has_dropped_gradients
+            or self.dropped
         )
 
     # -- a block begins ------------------------------------------------------------------------------------------------
     def reset_if_cleared(self) -> None:
         """Where all gradients are None, forget overflows and users: a step that would use none is not skipped."""
-        if self.has_dropped_gradients:  # and a script has not cleared them since
-            self.has_dropped_gradients = False
+        if self.dropped:  # and a script has not cleared them since
+            self.dropped.clear()
             misuse.warn_of("scaled gradients of a later param")
         if not self.is_noted() or self.pending is not None or self.state is GradientState.LOST:
             return
@@ -325,7 +325,7 @@ class GradientSet:
         self.overflows = []
         self.may_be_non_finite = False
         self.has_foreign_gradients = False
-        self.has_dropped_gradients = False
+        self.dropped.clear()
         self.users.clear()
 
     def _drop_masters_gradients(self) -> None:
@@ -345,6 +345,7 @@ class GradientSet:
             masters=[],
             direct=[],
             overflows=list(self.overflows),
+            dropped=set(self.dropped),
             users={user: stepped for user, stepped in self.users.items() if user() in holders},
         )
         for member in members:
@@ -399,6 +400,7 @@ def _module_zeroed(module: torch.nn.Module, set_to_none: bool) -> None:
             each.note_cleared()
         else:
             each.saved = [(param, grad) for param, grad in each.saved if id(param) not in zeroed]
+            each.dropped -= zeroed
 
 
 @dataclass(eq=False)
@@ -422,10 +424,9 @@ class _Group:
         joined = sets[0]
         for member in self.newcomers:
             joined.add(member)
-        if not dropped.isdisjoint(map(id, joined.leaves())):
-            joined.has_dropped_gradients = True
-        elif state.optimizers.has_scaled and joined.has_gradients():
-            joined.may_be_non_finite = True  # an optimizer that is gone may have left an overflow
+        joined.dropped |= dropped.intersection(map(id, joined.leaves()))
+        if state.optimizers.has_scaled and joined.has_gradients():
+            joined.may_be_non_finite = True  # the newcomers' last optimizer may have left an overflow
         return sets
 
 
@@ -433,17 +434,21 @@ def regroup() -> None:
     """Bring the sets of all optimizers up to date with what each of them holds.
 
     An optimizer goes on with the gradients of one that is gone, also where they are still scaled, as in plain torch.
-    Those of tensors that no optimizer held for a while are dropped: blocks give gradients to every tensor of a loss,
-    and unscale those of their optimizers. A script that clears them as well hears nothing of it.
+    Those of tensors that no optimizer held while a block was open are dropped: blocks give gradients to every tensor of
+    a loss, and unscale those of their optimizers. A script that clears them as well hears nothing of it.
     """
     index = state.optimizers
     optimizers = index.listed()
     groups = _groups_by_holders(optimizers)
-    leaves = {id(leaf): leaf for optimizer in optimizers for leaf in optimizer._amp_stash.leaves()}
+    leaves = _leaves_of(optimizers)
     dropped: set[int] = set()
     if index.has_scaled:
-        dropped = _drop_gradients([leaf for key, leaf in leaves.items() if index.held.get(key) is not leaf])
-    index.held = weakref.WeakValueDictionary(leaves)
+        dropped = _drop_gradients([leaf for key, leaf in leaves.items() if index.unscaled.get(key) is not leaf])
+    left_scaled = {id(leaf) for each in index.pending for leaf in each.leaves()}.difference(leaves)
+    for key in left_scaled:
+        index.unscaled.pop(key, None)
+    index.unscaled.update(leaves)
+    index.has_others = len(index.unscaled) > len(leaves)
     index.grouped = len(optimizers)
     index.pending = []
     for optimizer in optimizers:
@@ -454,6 +459,20 @@ def regroup() -> None:
                 index.pending.append(gradient_set)
             for optimizer in group.holders:
                 optimizer._amp_stash.sets.append(gradient_set)
+
+
+def note_scaled() -> None:
+    """Note that a block scales its loss: from now on gradients of tensors that no optimizer holds may be scaled."""
+    index = state.optimizers
+    index.has_scaled = True
+    if index.has_others:
+        index.has_others = False
+        index.unscaled = weakref.WeakValueDictionary(_leaves_of(index.listed()))
+
+
+def _leaves_of(optimizers: list[Optimizer]) -> dict[int, torch.Tensor]:
+    """By id, the tensors of ``optimizers`` that a backward pass gives gradients to."""
+    return {id(leaf): leaf for optimizer in optimizers for leaf in optimizer._amp_stash.leaves()}
 
 
 def _groups_by_holders(optimizers: list[Optimizer]) -> list[_Group]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ampcompat import _torch
+from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES, Optimizer
 from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.half.masters import Master, master_of
@@ -117,10 +118,17 @@ class AmpOptimizerState:
         return [saved.get(id(param)) for param in params]
 
     def look_up(self, optimizer: Optimizer) -> None:
-        """Bring masters, direct params and sets up to date where the groups of ``optimizer`` changed."""
-        if not self._is_up_to_date(optimizer):
-            self.adopt(optimizer)
-            regroup()
+        """Bring masters, direct params and sets up to date where the groups of ``optimizer`` changed.
+
+        Those of other optimizers follow theirs: a tensor may have gone from one to the other.
+        """
+        if self._is_up_to_date(optimizer):
+            return
+        for other in state.optimizers.listed():
+            stash: AmpOptimizerState = other._amp_stash
+            if not stash._is_up_to_date(other):
+                stash.adopt(other)
+        regroup()
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Have ``optimizer`` hold masters of its half params, and note what it holds."""

@@ -36,7 +36,7 @@ def needs_no_amp(stash: AmpOptimizerState) -> bool:
     for each in stash.sets:
         if each.state is not GradientState.UNSCALED:
             return False
-        if each.overflows or each.may_be_non_finite or each.has_foreign_gradients or each.has_dropped_gradients:
+        if each.overflows or each.may_be_non_finite or each.has_foreign_gradients or each.dropped:
             return False
     return True
 

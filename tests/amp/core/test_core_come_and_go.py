@@ -66,7 +66,7 @@ def test_a_group_taken_out_and_put_back_begins_anew(level, delay_unscale, is_pen
     block(model, optimizer, delay_unscale=delay_unscale)
     group = optimizer.param_groups.pop()
     optimizer.zero_grad()  # does not reach it
-    block(model, optimizer, delay_unscale=is_pending_then)
+    block(model, optimizer, delay_unscale=is_pending_then)  # gives it scaled gradients
     optimizer.add_param_group(group)
     with pytest.warns(UserWarning, match=DROPPED):
         assert moved(model.b, optimizer.step) == 0
@@ -87,7 +87,28 @@ def test_a_parameter_appended_by_hand_begins_anew(level):
 
 
 @LEVELS
-@pytest.mark.parametrize("who", ["model", "optimizer"])
+def test_a_gradient_goes_with_its_parameter(level):
+    """From one optimizer to another, or out and in, with no block between."""
+    model = Two()
+    first, second = sgd(model.parameters()), sgd([torch.nn.Parameter(torch.ones(1))])
+    start(level, model, [first, second])
+    block(model, [first, second])
+    second.param_groups[0]["params"].append(first.param_groups[0]["params"].pop())
+    first.step()
+    assert moved(model.b, second.step) == 2
+    for optimizer in (first, second):
+        optimizer.zero_grad()
+    block(model, [first, second])
+    groups = first.param_groups[:]
+    first.param_groups = []
+    first.zero_grad()
+    for group in groups:
+        first.add_param_group(group)
+    assert moved(model.a, first.step) == 2
+
+
+@LEVELS
+@pytest.mark.parametrize("who", ["model", "optimizer", "modules"])
 def test_a_script_that_clears_gradients_hears_nothing(level, who):
     """A backbone joins the head in the second stage of fine-tuning."""
     model = Two()
@@ -98,7 +119,8 @@ def test_a_script_that_clears_gradients_hears_nothing(level, who):
         for stage in range(2):
             if stage:
                 optimizer.add_param_group({"params": list(model.b.parameters())})
-            (model if who == "model" else optimizer).zero_grad()
+            for one in {"model": [model], "optimizer": [optimizer], "modules": model.children()}[who]:
+                one.zero_grad()
             block(model, optimizer)
             assert moved(model.b, optimizer.step) == 2 * stage
 
