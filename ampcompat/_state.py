@@ -130,9 +130,9 @@ class OptimizerIndex:
         pending: Gradient sets that a block has left scaled. They are kept when their optimizers are gone, for the next
             one that holds these tensors.
         disabled: Those given to ``initialize(enabled=False)``.
-        unscaled: By id, the models' tensors whose gradients no block has left scaled: those that optimizers under amp hold,
-            or have held since a block was last opened, and those of models that came under amp since. Check that the
-            tensor found is the one meant: ids are reused.
+        unscaled: By id, the models' tensors whose gradients no block has left scaled: those that optimizers under amp
+            hold, or have held since a block was last opened, and those of models that came under amp since. Check that
+            the tensor found is the one meant: ids are reused.
         has_others: Whether some of these are held by no optimizer.
         grouped: How many optimizers there were when sets were last made.
         has_scaled: Whether a loss was multiplied by a scale.
