@@ -177,7 +177,11 @@ def show_masters(optimizer: Optimizer) -> None:
     stash.look_up(optimizer)
     for gradient_set in stash.sets:
         pending = gradient_set.pending
-        if pending is not None and not pending.is_unsynced and not is_a_block_open():
+        if pending is None or is_a_block_open():
+            continue
+        if pending.is_unsynced:
+            misuse.warn_of("unsynced gradients read")
+        else:
             end_pending(gradient_set)
     sync_written(stash.masters)
 

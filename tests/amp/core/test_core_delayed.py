@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from core_kit import backward, loss_of, masters, net, same, sgd, start
 from internals import float32_masters, has_scaled_gradients
 
@@ -337,3 +338,20 @@ def test_a_block_whose_exit_raises_is_closed(level, capsys):
     backward(model, optimizer)
     optimizer.step()
     assert not amp.step_was_skipped(optimizer)
+
+
+def test_master_params_while_gradients_wait_for_other_processes(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        model, optimizer = start("O1")
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        with wrapped.no_sync():
+            backward(wrapped, optimizer)
+        with pytest.warns(UserWarning, match=r"while gradients of no_sync\(\) wait"):
+            amp.master_params(optimizer)
+        assert has_scaled_gradients(optimizer)
+        backward(wrapped, optimizer)
+        amp.master_params(optimizer)
+        assert not has_scaled_gradients(optimizer)
+    finally:
+        dist.destroy_process_group()
