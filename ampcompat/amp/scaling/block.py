@@ -219,10 +219,11 @@ class Block:
     def _end(self, sets: Sequence[GradientSet]) -> bool:
         """Unscale the new gradients, or leave them scaled to a later block; return whether they stay scaled."""
         try:
-            is_unsynced = any(adapter.defers_sync(each.leaves()) for adapter in state.adapters for each in sets)
-            is_lost = any(each.state is GradientState.LOST for each in sets)
-            stays_scaled = (self.delay or is_unsynced) and not is_lost
-            if stays_scaled:
+            is_unsynced = False
+            for adapter in state.adapters:
+                is_unsynced = is_unsynced or any(adapter.defers_sync(each.leaves()) for each in sets)
+            stays_scaled = self.delay or is_unsynced
+            if stays_scaled and not any(each.state is GradientState.LOST for each in sets):
                 passes.leave_pending(sets, self.scaler, self.scale, is_unsynced)
                 return True
             has_new_grads = passes.end(sets, self.optimizers, self.scaler, self.scale, self.moves_scale)

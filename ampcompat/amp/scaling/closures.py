@@ -13,6 +13,7 @@ from ampcompat.amp.half.masters import sync_written
 from ampcompat.amp.scaling.gradient_sets import GradientState
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
 from ampcompat.amp.scaling.steps import (
+    announce_lost,
     announce_skip,
     finish,
     gradients_for_step,
@@ -104,12 +105,13 @@ class _Evaluations:
     def overflowed(self, skips: bool = True) -> bool:
         """Make the gradients ready for a step; whether they overflowed, or were lost. Say so if that ``skips`` it."""
         stash = self._stash
-        make_ready(stash)
+        is_lost = make_ready(stash)
+        if is_lost and skips:
+            announce_lost()
         overflows = overflows_of(self._optimizer, stash)
         overflowed = read(stash, overflows) if overflows else []
         if overflowed and skips:
             announce_skip(overflowed)
-        is_lost = stash.has_state(GradientState.LOST)
         for gradient_set in stash.sets:
             gradient_set.note_checked(is_lost or bool(overflowed))
         return is_lost or bool(overflowed)

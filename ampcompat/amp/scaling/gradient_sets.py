@@ -151,8 +151,11 @@ class GradientSet:
 
     def gradients(self, with_masters: bool = True) -> Iterator[torch.Tensor]:
         """The gradients that a step uses: those of masters and of other tensors."""
-        masters = [master.value for master in self.masters] if with_masters else []
-        for param in (*masters, *self.direct):
+        if with_masters:
+            for master in self.masters:
+                if master.value.grad is not None:
+                    yield master.value.grad
+        for param in self.direct:
             if param.grad is not None:
                 yield param.grad
 
@@ -310,8 +313,7 @@ class GradientSet:
     def _use_up(self, skipped: bool | None) -> None:
         """Drop the masters' gradients; those of other tensors stay, as in plain torch."""
         self._drop_masters_gradients()
-        self._drop_flags()
-        may_be_non_finite = self.may_be_non_finite and skipped is not False
+        may_be_non_finite = bool(self.overflows or self.may_be_non_finite) and skipped is not False
         self._forget_overflows_and_users()
         self.may_be_non_finite = may_be_non_finite
         self.state = GradientState.NONE
@@ -412,16 +414,17 @@ class _Group:
     newcomers: list[Master | torch.Tensor] = field(default_factory=list)
 
     def sets(self, dropped: set[int]) -> list[GradientSet]:
-        """The sets of these optimizers from now on: one for each older set; newcomers join the first.
+        """The sets of these optimizers from now on: one for each older set; newcomers join one that is not scaled.
 
         ``dropped``: ids of tensors whose gradients were dropped.
         """
         sets = [old.part(members, self.holders) for old, members in self.members_by_set.items()]
         if not self.newcomers:
             return sets
-        if not sets:
-            sets = [GradientSet()]
-        joined = sets[0]
+        joined = next((each for each in sets if each.pending is None), None)
+        if joined is None:
+            joined = GradientSet()
+            sets.append(joined)
         for member in self.newcomers:
             joined.add(member)
         joined.dropped |= dropped.intersection(map(id, joined.leaves()))

@@ -117,6 +117,7 @@ class AmpOptimizerState:
         saved = {id(param): grad for each in self.sets for param, grad in each.saved}
         return [saved.get(id(param)) for param in params]
 
+    @_torch.eager
     def look_up(self, optimizer: Optimizer) -> None:
         """Bring masters, direct params and sets up to date where the groups of ``optimizer`` changed.
 

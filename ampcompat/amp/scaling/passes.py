@@ -42,7 +42,7 @@ def begin(optimizers: Sequence[Optimizer], block: OpenBlock, scaler: LossScaler,
         if stash.masters and scaler.watched_blocks < misuse.WATCHED:
             _warn_of_plain_gradients(stash)
     sets = sets_of(optimizers)
-    for gradient_set in all_sets() if len(state.optimizers.live) > 1 else sets:
+    for gradient_set in all_sets() if state.optimizers.grouped > 1 else sets:
         follow_half_gradients(gradient_set)  # of other sets too, before the backward pass may add to them
     for gradient_set in sets:
         gradient_set.reset_if_cleared()

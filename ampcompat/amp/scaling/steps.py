@@ -57,12 +57,13 @@ def plain_step(optimizer: Optimizer, stash: AmpOptimizerState, original: Callabl
 @_torch.skip_compile_of_frame
 def scaled_step(optimizer: Optimizer, stash: AmpOptimizerState, step: Callable[[], Any]) -> Any:
     """Make the step, or skip it on the host; or leave that to an optimizer that skips on the device."""
-    make_ready(stash)
-    flags = overflows_of(optimizer, stash)
-    skips_on_device = bool(flags) and _skips_on_device(optimizer)
-    if stash.has_state(GradientState.LOST):
+    is_lost = make_ready(stash)
+    if is_lost:
+        announce_lost()
         finish(optimizer, stash, skipped=True)
         return None
+    flags = overflows_of(optimizer, stash)
+    skips_on_device = bool(flags) and _skips_on_device(optimizer)
     if flags and not skips_on_device:
         overflowed = read(stash, flags)
         if overflowed:
@@ -95,17 +96,22 @@ def _without_gradients(already_stepped: list[GradientSet], step: Callable[[], R]
 
 # -- before it ---------------------------------------------------------------------------------------------------------
 @_torch.eager
-def make_ready(stash: AmpOptimizerState) -> None:
-    """Have unscaled gradients and masters ready for a step."""
+def make_ready(stash: AmpOptimizerState) -> bool:
+    """Have unscaled gradients and masters ready for a step; return whether gradients were lost: it must be skipped."""
     for gradient_set in stash.sets:
-        end_pending(gradient_set)
+        if gradient_set.pending is not None:
+            end_pending(gradient_set)
     if stash.masters:
         _prepare_masters(stash)
     if stash.undecided_steps:
         stash.report_arrived()
     for gradient_set in stash.sets:
         gradient_set.reset_if_cleared()
-    _warn_of_misuse(stash)
+    states = [gradient_set.state for gradient_set in stash.sets]
+    if GradientState.LOST in states:
+        return True
+    _warn_of_misuse(stash, states)
+    return False
 
 
 def _prepare_masters(stash: AmpOptimizerState) -> None:
@@ -116,11 +122,8 @@ def _prepare_masters(stash: AmpOptimizerState) -> None:
     sync_written(stash.masters)
 
 
-def _warn_of_misuse(stash: AmpOptimizerState) -> None:
-    """Warn of a step to which no block has given gradients, or another optimizer's."""
-    states = [each.state for each in stash.sets]
-    if GradientState.LOST in states:
-        return
+def _warn_of_misuse(stash: AmpOptimizerState, states: list[GradientState]) -> None:
+    """Warn of a step to which no block has given gradients, or another optimizer's; ``states``: those of its sets."""
     for each in stash.sets:
         if each.has_foreign_gradients:
             misuse.warn_of("scaled gradients of another block")
@@ -160,6 +163,7 @@ def overflows_of(optimizer: Optimizer, stash: AmpOptimizerState) -> list[Overflo
     return list(overflows.values())
 
 
+@_torch.eager
 def read(stash: AmpOptimizerState, overflows: list[Overflow]) -> list[Overflow]:
     """Read which of ``overflows`` (at least one) are set: one host sync."""
     if stash.undecided_steps:
@@ -172,6 +176,13 @@ def read(stash: AmpOptimizerState, overflows: list[Overflow]) -> list[Overflow]:
     return [overflow for overflow, value in zip(overflows, values, strict=True) if value]
 
 
+@_torch.eager
+def announce_lost() -> None:
+    """Say that a step is skipped whose gradients the failed end of a block has cleared."""
+    say("Gradients of a scale_loss block were lost.  Skipping step")
+
+
+@_torch.eager
 def announce_skip(overflowed: list[Overflow]) -> None:
     """Say of which scalers an overflow skips a step: one host sync for each scale."""
     scalers = [scaler for scaler, _ in overflowed]
@@ -221,8 +232,6 @@ def finish(optimizer: Optimizer, stash: AmpOptimizerState, skipped: bool | None)
     """
     if stash.masters and not skipped:
         push_all(stash.masters)
-    if skipped and stash.has_state(GradientState.LOST):
-        say("Gradients of a scale_loss block were lost.  Skipping step")
     gradient = stash.first_gradient()
     stash.had_block = False
     stash.last_step.skipped = skipped

@@ -157,6 +157,19 @@ def test_at_a_scale_of_one_gradients_stay():
     assert moved(model.b, optimizer.step) == 2
 
 
+def test_a_new_layer_with_a_gradient_of_its_own_beside_delayed_ones():
+    model, layer = Two(), torch.nn.Linear(4, 3, bias=False)
+    optimizer = sgd(model.parameters())
+    start("O1", model, optimizer)
+    block(model, optimizer, delay_unscale=True)
+    (layer(torch.ones(2, 4)).sum()).backward()
+    start("O1", layer, sgd([torch.nn.Parameter(torch.ones(1))]))
+    optimizer.add_param_group({"params": list(layer.parameters())})
+    before = model.a.weight[0, 0].item()
+    assert moved(layer, optimizer.step) == 2
+    assert round(before - model.a.weight[0, 0].item(), 2) == 2
+
+
 # -- optimizers --------------------------------------------------------------------------------------------------------
 @LEVELS
 def test_an_optimizer_in_the_place_of_one_that_was_gone_for_a_while(level):
