@@ -304,10 +304,9 @@ class Reference:
             one.sets = []
         for holders, by_old in groups.items():
             new = by_old.pop(None, [])
-            if new and by_old:
-                next(iter(by_old.values())).extend(new)
-            elif new:
-                by_old[GradientSet()] = new
+            if new:
+                joined = next((old for old in by_old if not old.pending), GradientSet())
+                by_old.setdefault(joined, []).extend(new)
             for old, weights in by_old.items():
                 self.sets.append(old.part(weights, holders))
                 if self.sets[-1].users and all(self.sets[-1].users.values()):
@@ -404,8 +403,7 @@ class Reference:
                     if weight.has_master:
                         weight.forget()
             for each in self.sets:
-                if set(late) & set(each.weights) and each.gradients():
-                    each.old_overflow = True
+                each.old_overflow |= any(w.value.grad is not None for w in late if w in each.weights)
 
     def leave(self, step):
         one = self.optimizers[step["optimizer"]]

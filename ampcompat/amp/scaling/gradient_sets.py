@@ -427,9 +427,10 @@ class _Group:
             sets.append(joined)
         for member in self.newcomers:
             joined.add(member)
+            stepped = member.value if isinstance(member, Master) else member
+            if state.optimizers.has_scaled and stepped.grad is not None:
+                joined.may_be_non_finite = True  # its last optimizer may have left an overflow
         joined.dropped |= dropped.intersection(map(id, joined.leaves()))
-        if state.optimizers.has_scaled and joined.has_gradients():
-            joined.may_be_non_finite = True  # the newcomers' last optimizer may have left an overflow
         return sets
 
 
