@@ -7,6 +7,7 @@ import contextlib
 import copy
 import importlib.util
 import io
+import math
 import pprint
 import sys
 
@@ -171,9 +172,10 @@ def run(program):
     A program ends where amp refuses a step; where a block is delayed on top of gradients from before it (amp keeps
     these apart until the last block, the file adds them); where one optimizer uses delayed gradients that another
     shares (the file refuses the step), or delayed ones are cleared (the file counts their pass all the same); where a
-    model clears gradients in a block at O0 (its class is its own there); where weights join that have gradients (amp
-    drops scaled ones); where delayed gradients are unscaled under another loss_id (amp moves both scales); where
-    weights become inf or NaN, by a step of gradients that the block of another optimizer left (the file skips it).
+    model clears gradients at O0 in a block or after an overflow (its class is its own there); where weights join that
+    have gradients (amp drops scaled ones); where delayed gradients are unscaled under another loss_id (amp moves both
+    scales); where weights become inf or NaN, by a step of gradients that the block of another optimizer left (the file
+    skips it).
     """
     reference = Reference(program["config"])
     expected = [reference.seen()]
@@ -185,7 +187,8 @@ def run(program):
             break
         if one["do"] == "block" and moves_two_scales(reference, one):
             break
-        if program["config"]["level"] == "O0" and clears_in_block(one):
+        is_noted = one["do"] == "block" or any(each.overflow for each in reference.sets)
+        if program["config"]["level"] == "O0" and is_noted and clears_a_model(one):
             break
         if one["do"] in ("clear", "join") and any(each.pending for each in reference.sets):
             break
@@ -218,8 +221,8 @@ def moves_two_scales(reference, step):
     return any(one is not None and one.scalers != [scaler] for one in pending)
 
 
-def clears_in_block(step):
-    return any(inner["do"] == "clear" and inner["who"] == "model" for inner in step.get("inside", ()))
+def clears_a_model(step):
+    return any(one["do"] == "clear" and one["who"] == "model" for one in (step, *step.get("inside", ())))
 
 
 def finds_delayed_of_others(reference, step):
@@ -240,6 +243,8 @@ def generate(seed):
     program["steps"] = [one for one in program["steps"] if one["do"] not in (*LEFT_OUT, "nested")]
     for one in program["steps"]:
         one["delay_overflow_check"] = False
+        if not math.isfinite(one.get("size", 0)):  # gradients that are not finite, of another optimizer's loss
+            one["inside"] = [inner for inner in one.get("inside", ()) if inner["do"] != "step"]
         for inner in one.get("inside", ()):
             inner |= {"delay_unscale": False, "delay_overflow_check": False}
     return program

@@ -268,7 +268,7 @@ def _run_under_autocast(
 
         def zero_grad(self, set_to_none: bool = True) -> None:
             plain.zero_grad(self, set_to_none)
-            _drop_saved(self.parameters())
+            _note_cleared(self.parameters())
 
         @staticmethod
         def forward_has_run() -> bool:
@@ -521,19 +521,20 @@ def _wrap(optimizer: Any, name: str, function: Callable[..., Any]) -> None:
 def _zero_grad(optimizer: Any, zero_grad: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Clear the gradients, those that an open block has set aside included."""
     zero_grad(*args, **kwargs)
-    stash = _stash_of(optimizer)
-    stash.pending = None
-    stash.overflowed = None
-    _drop_saved(_params_of([optimizer]))
+    _note_cleared(_params_of([optimizer]))
 
 
-def _drop_saved(params: Iterable[torch.nn.Parameter]) -> None:
-    """Forget the gradients of ``params`` that an open block has set aside."""
-    cleared = list(params)
+def _note_cleared(params: Iterable[torch.nn.Parameter]) -> None:
+    """Forget the gradients of ``params`` that an open block has set aside, and what is known of optimizers of these."""
+    cleared = dict.fromkeys(params)
     for optimizer in _amp_state.optimizers:
-        saved = _stash_of(optimizer).saved or {}
+        stash = _stash_of(optimizer)
+        saved = stash.saved or {}
         for param in cleared:
             saved.pop(param, None)
+        if _params_of([optimizer]).keys() <= cleared.keys():
+            stash.pending = None
+            stash.overflowed = None
 
 
 def _unscale_pending(optimizer: Any) -> None:
