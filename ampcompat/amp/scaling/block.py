@@ -205,7 +205,7 @@ class Block:
                     notify("on_failure", error)
                 add_hint(error)
             return
-        sets = sets_of(self.optimizers)
+        sets = self._sets()
         if self.is_plain:
             for gradient_set in sets:
                 gradient_set.end_block()
@@ -215,6 +215,10 @@ class Block:
             stays_scaled = self._end(sets)
         if state.observers and not stays_scaled:
             notify("on_gradients", self.scaler, self.optimizers)
+
+    def _sets(self) -> list[GradientSet]:
+        """The sets that the block was opened for; some of their tensors may have gone to other optimizers since."""
+        return [each for each in all_sets() if each.block is self]
 
     def _end(self, sets: Sequence[GradientSet]) -> bool:
         """Unscale the new gradients, or leave them scaled to a later block; return whether they stay scaled."""
@@ -239,7 +243,7 @@ class Block:
 
     def _undo(self) -> None:
         """Put gradients back to what they were at entry, as far as they can be: the block raised."""
-        sets = [each for each in sets_of(self.optimizers) if each.block is self]
+        sets = self._sets()
         if self.is_plain:
             for gradient_set in sets:
                 gradient_set.end_block()

@@ -61,10 +61,12 @@ def _warn_of_plain_gradients(stash: AmpOptimizerState) -> None:
         return
     for master in stash.masters:
         gradient = master.half.grad
-        if gradient is not None:
-            if master.added_grad is None and not stash.was_used(gradient):
-                misuse.warn_of("plain gradients dropped")
-            return
+        if gradient is None:
+            continue
+        is_of_no_block = master.added_grad is None and not stash.was_used(gradient)
+        if is_of_no_block and gradient.any():  # a host sync, in the first blocks alone; zeros are cleared gradients
+            misuse.warn_of("plain gradients dropped")
+        return
 
 
 # -- its end -----------------------------------------------------------------------------------------------------------

@@ -170,6 +170,26 @@ def test_a_new_layer_with_a_gradient_of_its_own_beside_delayed_ones():
     assert round(before - model.a.weight[0, 0].item(), 2) == 2
 
 
+@LEVELS
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_parameter_that_goes_to_another_optimizer_in_an_open_block(level, raises):
+    model = Two()
+    first, second = sgd(model.parameters()), sgd([torch.nn.Parameter(torch.ones(1))])
+    start(level, model, [first, second])
+    opened = amp.scale_loss(model(torch.ones(2, 4)).float().sum(), first)
+    opened.__enter__().backward()
+    second.add_param_group({"params": [first.param_groups[0]["params"].pop()]})
+    opened.__exit__(*((ZeroDivisionError, ZeroDivisionError()) if raises else (None, None)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a step without gradients, where the block has raised
+        assert moved(model.a, first.step) == 2 * (not raises)
+        assert moved(model.b, second.step) == 2 * (not raises)
+    for optimizer in (first, second):
+        optimizer.zero_grad()
+    block(model, [first, second])
+    assert moved(model.b, second.step) == 2
+
+
 # -- optimizers --------------------------------------------------------------------------------------------------------
 @LEVELS
 def test_an_optimizer_in_the_place_of_one_that_was_gone_for_a_while(level):

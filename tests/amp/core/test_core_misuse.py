@@ -368,9 +368,11 @@ def test_a_plain_backward_before_the_block(level):
         backward(model, optimizer)
 
 
-@pytest.mark.parametrize("clears", [None, "none", "zeros", "by hand"])
+@pytest.mark.parametrize("clears", [None, "none", "zeros", "by hand", "zeros by hand"])
 def test_a_loop_that_clears_gradients_in_any_way_or_not_at_all(clears):
     model, optimizer = start("O2")
+    if clears is not None:
+        loss_of(model).backward()  # to look for a learning rate, say
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for seed in range(4):
@@ -379,5 +381,8 @@ def test_a_loop_that_clears_gradients_in_any_way_or_not_at_all(clears):
             if clears == "by hand":
                 for p in model.parameters():
                     p.grad = None
+            if clears == "zeros by hand" and not seed:
+                for p in model.parameters():
+                    p.grad.zero_()
             backward(model, optimizer, seed)
             optimizer.step()
