@@ -57,8 +57,9 @@ def scale_loss(
         TypeError: ``loss`` is not a floating tensor, or an optimizer is not one.
         IndexError: ``loss_id`` is not below ``num_losses``.
 
-    No host sync. At exit the *new* gradients are unscaled, by the scale of the block's entry, and added to what had
-    accumulated; overflow is noted and the scale moves; the step after an overflow is skipped.
+    No host sync, but to name a misuse in the first blocks. At exit the *new* gradients are unscaled, by the scale of
+    the block's entry, and added to what had accumulated; overflow is noted and the scale moves; the step after an
+    overflow is skipped.
 
     When the block raises, unscaled gradients are as at its entry. Scaled ones of ``delay_unscale`` or of DDP's
     ``no_sync`` are lost with those of the failed backward pass, and a warning says so. Where the scale is always 1,
@@ -221,11 +222,9 @@ class Block:
         return [each for each in all_sets() if each.block is self]
 
     def _end(self, sets: Sequence[GradientSet]) -> bool:
-        """Unscale the new gradients, or leave them scaled to a later block; return whether they stay scaled."""
+        """Unscale the new gradients, or leave them scaled for a later block; return whether they stay scaled."""
         try:
-            is_unsynced = False
-            for adapter in state.adapters:
-                is_unsynced = is_unsynced or any(adapter.defers_sync(each.leaves()) for each in sets)
+            is_unsynced = any(adapter.defers_sync(each.leaves()) for adapter in state.adapters for each in sets)
             stays_scaled = self.delay or is_unsynced
             if stays_scaled and not any(each.state is GradientState.LOST for each in sets):
                 passes.leave_pending(sets, self.scaler, self.scale, is_unsynced)

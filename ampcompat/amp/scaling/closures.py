@@ -45,12 +45,12 @@ def step_with_closure(
     stash: AmpOptimizerState = optimizer._amp_stash
     for gradient_set in stash.sets:
         gradient_set.begin_anew([optimizer])
-    has_gradients = any(each.state is not GradientState.NONE for each in stash.sets)
-    steps_before = has_gradients and not _evaluates_first(optimizer)
+    had_blocks = any(each.state is not GradientState.NONE for each in stash.sets)
+    steps_before = had_blocks and not _evaluates_first(optimizer)
     evaluations = _Evaluations(optimizer, closure, outside, may_skip=not steps_before)
     if steps_before and evaluations.overflowed():
         loss = evaluations.evaluate()
-        evaluations.overflowed()  # notes what this evaluation has left; the step is skipped all the same
+        evaluations.overflowed(skips=False)  # notes what this evaluation has left; the step is skipped all the same
         finish(optimizer, stash, skipped=True)
         return loss
     try:
@@ -112,6 +112,7 @@ class _Evaluations:
         overflowed = read(stash, overflows) if overflows else []
         if overflowed and skips:
             announce_skip(overflowed)
+        is_unusable = is_lost or bool(overflowed)
         for gradient_set in stash.sets:
-            gradient_set.note_checked(is_lost or bool(overflowed))
-        return is_lost or bool(overflowed)
+            gradient_set.note_checked(is_unusable)
+        return is_unusable

@@ -168,8 +168,7 @@ class GradientSet:
         return len(self.users) > 1 and self.users.get(weakref.ref(optimizer), False)
 
     def _has_waiting_user(self) -> bool:
-        waiting = [user for user, stepped in self.users.items() if not stepped and user() is not None]
-        return bool(waiting)
+        return any(not stepped and user() is not None for user, stepped in self.users.items())
 
     def is_noted(self) -> bool:
         """Whether anything is known of the gradients that ends when they are cleared."""
@@ -183,25 +182,28 @@ class GradientSet:
             or self.dropped
         )
 
-    # -- a block begins ------------------------------------------------------------------------------------------------
+    # -- a block or a step begins---------------------------------------------------------------------------------------
     def reset_if_cleared(self) -> None:
-        """Where all gradients are None, forget overflows and users: a step that would use none is not skipped."""
+        """Where all gradients are None, forget what is known of them: a step that would use none is not skipped.
+
+        Warn of gradients that :func:`regroup` has dropped.
+        """
         if self.dropped:  # and a script has not cleared them since
             self.dropped.clear()
             misuse.warn_of("scaled gradients of a later param")
         if not self.is_noted() or self.pending is not None or self.state is GradientState.LOST:
             return
         if not self.has_gradients():
-            self._forget_overflows_and_users()
+            self._forget_notes()
             if self.state is GradientState.UNSCALED:
                 self.state = GradientState.NONE
 
     def begin_anew(self, by: Iterable[Optimizer]) -> None:
         """Drop what a user among ``by`` has stepped with; warn if that was kept for another user.
 
-        Gradients that were lost have skipped a step then.
+        LOST becomes NONE: a step was skipped for it.
         """
-        if len(self.users) < 2 or not any(map(self.waits_for_others, by)):
+        if not any(map(self.waits_for_others, by)):
             return
         was_kept = any(master.value.grad is not None for master in self.masters)
         self._drop_masters_gradients()
@@ -213,7 +215,7 @@ class GradientSet:
             misuse.warn_of("shared gradients dropped")
 
     def begin_block(self, block: OpenBlock) -> None:
-        """Note that ``block`` is open: from here on, an exception puts back what was saved."""
+        """Note that ``block`` is open."""
         self.block = block
 
     # -- it ends -------------------------------------------------------------------------------------------------------
@@ -224,7 +226,7 @@ class GradientSet:
         self.saved = []
 
     def end_block(self) -> None:
-        """Note that no block is open any more, and that no gradient is scaled or saved."""
+        """Note that no block is open any more, and forget what was saved or scaled."""
         self.block = None
         self.saved = []
         if self.pending is not None:
@@ -298,7 +300,8 @@ class GradientSet:
         """Note that a closure's evaluation was checked: its flags say nothing of the next evaluation."""
         if has_overflowed:
             self._drop_flags()
-        self.overflows = []
+        else:
+            self.overflows = []
 
     def note_cleared(self) -> None:
         """Note that ``zero_grad`` has cleared or zeroed all gradients."""
@@ -307,14 +310,14 @@ class GradientSet:
             self._drop_unsynced()
             self.note_unscaled()
         if self.state is not GradientState.LOST:
-            self._forget_overflows_and_users()
+            self._forget_notes()
             self.state = GradientState.NONE
 
     def _use_up(self, skipped: bool | None) -> None:
         """Drop the masters' gradients; those of other tensors stay, as in plain torch."""
         self._drop_masters_gradients()
         may_be_non_finite = bool(self.overflows or self.may_be_non_finite) and skipped is not False
-        self._forget_overflows_and_users()
+        self._forget_notes()
         self.may_be_non_finite = may_be_non_finite
         self.state = GradientState.NONE
 
@@ -323,7 +326,7 @@ class GradientSet:
         self.may_be_non_finite = self.may_be_non_finite or bool(self.overflows)
         self.overflows = []
 
-    def _forget_overflows_and_users(self) -> None:
+    def _forget_notes(self) -> None:
         self.overflows = []
         self.may_be_non_finite = False
         self.has_foreign_gradients = False

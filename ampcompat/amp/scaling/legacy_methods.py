@@ -1,4 +1,4 @@
-"""``optimizer._prepare_amp_backward`` and ``_post_amp_backward``, which scripts call, or put their own in the place of.
+"""``optimizer._prepare_amp_backward`` and ``_post_amp_backward``, which scripts call or replace.
 
 apex called them at the beginning and the end of a block (``apex/amp/handle.py: scale_loss``), and had them save and
 unscale the gradients of the optimizer. A script's own are called where apex called them.

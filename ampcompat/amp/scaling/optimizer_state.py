@@ -35,8 +35,8 @@ class LastStep:
 
     Attributes:
         skipped: Whether it was skipped; None before the first step, and while only the device knows.
-        gradient_used: The first gradient in the model when the step had used it. A step that finds the same one again
-            had no new gradient.
+        gradient_used: The first gradient in the model after the step. A step that finds the same one again had no new
+            gradient.
     """
 
     skipped: bool | None = None
@@ -87,7 +87,7 @@ class AmpOptimizerState:
         return wanted in [each.state for each in self.sets]
 
     def first_gradient(self) -> torch.Tensor | None:
-        """The first gradient that there is in the model, to tell new ones from old ones by."""
+        """The first gradient that there is in the model, by which a step tells new gradients from old."""
         for master in self.masters:
             if master.half.grad is not None:
                 return master.half.grad
@@ -96,8 +96,17 @@ class AmpOptimizerState:
                 return param.grad
         return None
 
+    @_torch.eager
+    def note_step(self, skipped: bool | None) -> None:
+        """Note that the optimizer has stepped, or was skipped; None where only the device knows."""
+        gradient = self.first_gradient()
+        self.had_block = False
+        self.last_step.skipped = skipped
+        self.last_step.gradient_used = None if gradient is None else weakref.ref(gradient)
+        self.session.steps += 1
+
     def was_used(self, gradient: torch.Tensor) -> bool:
-        """Whether ``gradient``, the first in the model, was there when the last step had used it."""
+        """Whether ``gradient``, the first in the model, was there after the last step."""
         used = self.last_step.gradient_used
         return used is not None and _torch.tensor_of(used) is gradient
 

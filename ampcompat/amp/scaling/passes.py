@@ -177,9 +177,10 @@ def show_masters(optimizer: Optimizer) -> None:
     if stash.in_block:
         return
     stash.look_up(optimizer)
+    block_is_open = is_a_block_open()  # of another optimizer
     for gradient_set in stash.sets:
         pending = gradient_set.pending
-        if pending is None or is_a_block_open():
+        if pending is None or block_is_open:
             continue
         if pending.is_unsynced:
             misuse.warn_of("unsynced gradients read")

@@ -6,7 +6,6 @@ apex replaced ``step`` by a function that skips, for one step after an overflow 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -47,8 +46,7 @@ def plain_step(optimizer: Optimizer, stash: AmpOptimizerState, original: Callabl
     result = original(**kwargs)
     for gradient_set in stash.sets:
         gradient_set.note_step(optimizer, skipped=False)
-    stash.last_step.skipped = False
-    stash.session.steps += 1
+    stash.note_step(skipped=False)
     if state.observers:
         notify("on_step", optimizer, False)
     return result
@@ -232,13 +230,9 @@ def finish(optimizer: Optimizer, stash: AmpOptimizerState, skipped: bool | None)
     """
     if stash.masters and not skipped:
         push_all(stash.masters)
-    gradient = stash.first_gradient()
-    stash.had_block = False
-    stash.last_step.skipped = skipped
-    stash.last_step.gradient_used = None if gradient is None else weakref.ref(gradient)
+    stash.note_step(skipped)
     if skipped:
         optimizer._opt_called = True  # LR schedulers warn when the first step they see never happened
-    stash.session.steps += 1
     try:
         if state.observers:
             notify("on_step", optimizer, skipped)

@@ -386,3 +386,22 @@ def test_a_loop_that_clears_gradients_in_any_way_or_not_at_all(clears):
                     p.grad.zero_()
             backward(model, optimizer, seed)
             optimizer.step()
+
+
+def test_at_a_static_scale_a_step_without_a_block_is_named_too():
+    model, optimizer = start("O1", loss_scale=128.0)
+    backward(model, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model).backward()
+    with pytest.warns(UserWarning, match="but no scale_loss block"):
+        optimizer.step()
+
+
+def test_at_a_static_scale_a_second_step_with_the_same_gradients_is_plain_torchs():
+    model, optimizer = start("O1", loss_scale=128.0)
+    backward(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        optimizer.step()
