@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from ampcompat.amp.casts.rules import Plan, Rule
     from ampcompat.amp.half.masters import Master
     from ampcompat.amp.scaling.adapter import Adapter
-    from ampcompat.amp.scaling.gradient_sets import GradientSet
+    from ampcompat.amp.scaling.gradients import Block, Pending
+    from ampcompat.amp.scaling.misuse import Watch
     from ampcompat.amp.scaling.session import Session
 
 
@@ -127,24 +128,11 @@ class OptimizerIndex:
 
     Attributes:
         live: Those under amp; :meth:`listed` reads them at a third of the cost of iterating.
-        pending: Gradient sets that a block has left scaled. They are kept when their optimizers are gone, for the next
-            one that holds these tensors.
         disabled: Those given to ``initialize(enabled=False)``.
-        unscaled: By id, the models' tensors whose gradients no block has left scaled: those that optimizers under amp
-            hold, or have held since a block was last opened, and those of models that came under amp since. Check that
-            the tensor found is the one meant: ids are reused.
-        has_others: Whether some of these are held by no optimizer.
-        grouped: How many optimizers there were when sets were last made.
-        has_scaled: Whether a loss was multiplied by a scale.
     """
 
     live: weakref.WeakKeyDictionary[Optimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
-    pending: list[GradientSet] = field(default_factory=list)
     disabled: weakref.WeakKeyDictionary[Optimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
-    unscaled: weakref.WeakValueDictionary[int, torch.Tensor] = field(default_factory=weakref.WeakValueDictionary)
-    has_others: bool = False
-    grouped: int = 0
-    has_scaled: bool = False
 
     def listed(self) -> list[Optimizer]:
         """Those under amp, in the order of their ``initialize`` calls."""
@@ -170,6 +158,10 @@ class State:
         models: Models under amp.
         optimizers: Optimizers under amp.
         masters: Index from tensors to masters.
+        open_blocks: The ``scale_loss`` blocks that are open.
+        pending: Scaled gradients that blocks have left; they outlive their optimizers.
+        has_scaled: Whether a loss was multiplied by a scale that is not always one.
+        watch: What looks for mistakes in the first blocks; None when these are over.
         casts: The ambient casts.
         rules: The op rules that are on the dispatcher.
         functions: Functions that users registered, by module and name: the holder, the name, and the rule.
@@ -186,6 +178,10 @@ class State:
     models: ModelIndex = field(default_factory=ModelIndex)
     optimizers: OptimizerIndex = field(default_factory=OptimizerIndex)
     masters: MasterIndex = field(default_factory=MasterIndex)
+    open_blocks: list[Block] = field(default_factory=list)
+    pending: list[Pending] = field(default_factory=list)
+    has_scaled: bool = False
+    watch: Watch | None = None
     casts: CastState = field(default_factory=CastState)
     rules: OpRules = field(default_factory=OpRules)
     functions: dict[tuple[int, str], tuple[object, str, Rule]] = field(default_factory=dict)

@@ -106,7 +106,7 @@ def is_in_block(optimizer):
 
 def skipped_as_far_as_known(optimizer):
     """Whether the last step was skipped; None while only the device knows. Reads nothing from the device."""
-    return optimizer._amp_stash.last_step.skipped
+    return optimizer._amp_stash.skipped
 
 
 def delayed_overflow_flags(scaler):
@@ -116,11 +116,15 @@ def delayed_overflow_flags(scaler):
 
 def overflow_flags(optimizer):
     """How many flags of overflows are kept for the next step and for later ones."""
-    stash = optimizer._amp_stash
-    return sum(len(each.overflows) for each in stash.sets)
+    return len(optimizer._amp_stash.overflows)
+
+
+def end_watch():
+    """End the look at the first blocks for mistakes, which takes ops of its own."""
+    state.watch = None
 
 
 def keep_few_flags(monkeypatch, count):
     """Have amp keep ``count`` flags of overflows at the most, for a scaler and for an optimizer."""
     monkeypatch.setattr("ampcompat.amp.scaling.scaler.MAX_FLAGS", count)
-    monkeypatch.setattr("ampcompat.amp.scaling.gradient_sets.MAX_FLAGS", count)
+    monkeypatch.setattr("ampcompat.amp.scaling.optimizer_state.MAX_FLAGS", count)

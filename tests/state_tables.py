@@ -21,25 +21,26 @@ class Table(NamedTuple):
         return [row[0] for row in self.rows]
 
 
-#: The gradients of one set of tensors. EMPTY is NONE with one warning more.
+#: The gradients of an optimizer: the second column where a delayed block has left scaled ones.
 GRADIENTS: Final = Table(
-    head=("event", "NONE, EMPTY", "UNSCALED", "PENDING", "LOST"),
+    head=("event", "nothing pending", "pending gradients in its leaves"),
     rows=(
-        ("block begins", "saved", "saved", "rescaled", "saved"),
-        ("block ends", "UNSCALED", "added: UNSCALED", "added: UNSCALED", "LOST"),
-        ("block ends with an overflow", "UNSCALED, noted", "UNSCALED, noted", "UNSCALED, noted", "LOST"),
-        ("block gives no gradient", "EMPTY", "UNSCALED", "UNSCALED", "LOST"),
-        ("block gives other sets only", "NONE", "UNSCALED", "UNSCALED", "LOST"),
-        ("block raises", "NONE", "UNSCALED, as before", "scaled ones are lost", "LOST"),
-        ("end of the block raises", "LOST", "LOST", "LOST", "LOST"),
-        ("ends with `delay_unscale`", "PENDING", "PENDING", "PENDING", "LOST"),
-        ("ends in DDP's `no_sync`", "PENDING", "PENDING", "PENDING", "LOST"),
-        ("`step`", "NONE", "used, or skipped: NONE", "unscaled first", "skipped: NONE"),
-        ("`step` of one of two users", "NONE", "used: still UNSCALED", "unscaled first", "skipped: LOST"),
-        ("`zero_grad`", "NONE", "NONE", "NONE", "LOST"),
-        ("`p.grad` cleared", "NONE", "the rest is used", "the rest is unscaled", "LOST"),
-        ("`p.grad` edited", "NONE", "used, not by masters", "unscaled", "LOST"),
-        ("`load_state_dict`", "NONE", "UNSCALED", "PENDING", "LOST"),
+        ("block begins", "older gradients are saved", "rescaled if all their leaves are the block's, else unscaled"),
+        ("block ends", "new ones are unscaled, saved ones added", "the same, in one pass"),
+        ("block ends with an overflow", "its optimizers skip a step, other holders look", "the same"),
+        ("block gives no gradient", "saved ones come back", "unscaled"),
+        ("ends with `delay_unscale`", "new ones are pending", "pending together"),
+        ("ends in DDP's `no_sync`", "new ones are pending", "pending together"),
+        ("block raises", "as it began", "lost, with a warning"),
+        ("end of the block raises", "None: a step does not use them", "None"),
+        ("`step`", "used; dropped from masters", "unscaled, then used"),
+        ("`step` after an overflow", "skipped; dropped from masters", "unscaled, then skipped"),
+        ("`step` of one of two holders", "used; masters keep them for the other", "unscaled, then used"),
+        ("`zero_grad`", "gone, with what is known of them", "gone"),
+        ("`p.grad` cleared", "the rest is used", "the rest is unscaled"),
+        ("`p.grad` edited", "used, not by masters", "unscaled as they are now"),
+        ("`load_state_dict`", "as they are", "as they are"),
+        ("a param joins with a gradient", "dropped where losses are scaled", "as they are"),
     ),
 )
 
@@ -120,7 +121,7 @@ STATE_CHANGES: Final = Table(
 
 #: Names of the tables on the page, by the module of ``ampcompat/amp`` that shows them in its docstring, in this order.
 SHOWN_IN: Final[dict[str, tuple[str, ...]]] = {
-    "scaling/gradient_sets": ("gradients",),
+    "scaling/gradient_rules": ("gradients",),
     "half/masters": ("masters",),
     "casts/ambience": ("casts",),
 }

@@ -30,9 +30,9 @@ from ampcompat.amp.casts.contexts import disable_casts
 from ampcompat.amp.frontend import initialize
 from ampcompat.amp.half.record import sync_masters
 from ampcompat.amp.half.unwrap import unwrap
-from ampcompat.amp.scaling.block import scale_loss
 from ampcompat.amp.scaling.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.scaling.optimizer import step_was_skipped
+from ampcompat.amp.scaling.scale_loss import scale_loss
 
 if TYPE_CHECKING:
     from ampcompat.tools.explain import explain_overflows

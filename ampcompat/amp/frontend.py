@@ -32,8 +32,10 @@ from ampcompat.amp.properties import Properties, read_properties
 from ampcompat.amp.scaling import checkpoint
 from ampcompat.amp.scaling import optimizer as amp_optimizer
 from ampcompat.amp.scaling.checkpoint import load_state_dict, state_dict
+from ampcompat.amp.scaling.clearing import watch_modules
 from ampcompat.amp.scaling.exchange import model_tensor
-from ampcompat.amp.scaling.gradient_sets import regroup, watch_modules
+from ampcompat.amp.scaling.misuse import watch_more
+from ampcompat.amp.scaling.optimizer_state import follow_groups
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session, release_casts
 
@@ -333,9 +335,8 @@ def _take_over(session: Session, objects: _Objects) -> None:
     """
     view = _view_of(session, objects)
     policy = session.policy
+    newcomers = _ids_that_come_under_amp(objects.models)
     with ExitStack() as undo:
-        undo.callback(setattr, state.optimizers, "unscaled", state.optimizers.unscaled.copy())
-        state.optimizers.unscaled.update(_params_that_come_under_amp(objects.models))
         undo.callback(set_ambient, state.casts.device_types)
         undo.callback(session.end_casts)
         for model in objects.models:
@@ -346,13 +347,12 @@ def _take_over(session: Session, objects: _Objects) -> None:
         for model in objects.models:
             set_policy(model, policy if session.enabled else None)
         for optimizer in objects.optimizers:
-            amp_optimizer.remember(optimizer, undo)  # undoes what the calls below do to it
             if session.enabled:
                 wrapped.wrap(optimizer)
                 amp_optimizer.attach(optimizer, session)
             else:
                 _release_optimizer(optimizer)
-        regroup()
+        follow_groups(newcomers)
         if session.enabled:
             ddp.install()
             session.begin_casts()
@@ -362,17 +362,17 @@ def _take_over(session: Session, objects: _Objects) -> None:
         undo.pop_all()
     if session.enabled:
         watch_modules()
+        if policy.master_weights or not all(scaler.is_one for scaler in session.scalers):
+            watch_more(len(session.scalers))
     state.view = view
     state.session = session
     if objects.models and not session.enabled:
         release_casts()  # ambient casts stay while other models need them for their losses
 
 
-def _params_that_come_under_amp(models: Modules) -> dict[int, torch.Tensor]:
-    """By id, the parameters of ``models`` that are under amp for the first time: their gradients are not scaled."""
-    new = [model for model in models if model not in state.models.live]
-    parts = [part for model in new for part in model.modules()]
-    return {id(param): param for part in parts for param in part._parameters.values() if param is not None}
+def _ids_that_come_under_amp(models: Modules) -> set[int]:
+    """Ids of the parameters of ``models`` that are under amp for the first time."""
+    return _ids_in([model for model in models if model not in state.models.live])
 
 
 def _view_of(session: Session, objects: _Objects) -> dict[str, Any]:

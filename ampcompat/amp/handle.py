@@ -12,7 +12,7 @@ from ampcompat.amp._amp_state import master_params
 from ampcompat.amp.adapters import wrapped
 from ampcompat.amp.casts.contexts import disable_casts
 from ampcompat.amp.scaling import optimizer as _optimizer
-from ampcompat.amp.scaling.block import scale_loss
+from ampcompat.amp.scaling.scale_loss import scale_loss
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import DISABLED, Session
 

@@ -137,13 +137,20 @@ class DistributedDataParallel(nn.Module):
         group = dist.group.WORLD if process_group is None else process_group
         _broadcast_from_first(module, group)
         arithmetic = Arithmetic(allreduce_always_fp32, gradient_average, float(gradient_predivide_factor))
+        self._allreduce_enabled = True
+        self._in_no_sync = False
         self._reduction = GradientReduction(module, process_group, arithmetic, message_size, not delay_allreduce)
         record(self)
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backward passes reduce gradients; the name is that of torch's wrapper."""
-        return self._reduction.enabled
+        """Whether this is not in ``no_sync``, whose gradients a later backward pass reduces; torch's name."""
+        return not self._in_no_sync
+
+    @property
+    def allreduce_enabled(self) -> bool:
+        """Whether backward passes reduce gradients, as far as ``disable_allreduce`` decides; apex's name."""
+        return self._allreduce_enabled
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
@@ -152,21 +159,29 @@ class DistributedDataParallel(nn.Module):
 
     def enable_allreduce(self) -> None:
         """Reduce gradients in backward again, those of the passes before included."""
-        self._reduction.enabled = True
+        self._allreduce_enabled = True
+        self._follow()
 
     def disable_allreduce(self) -> None:
-        """Leave gradients local until :meth:`enable_allreduce`."""
-        self._reduction.enabled = False
+        """Leave gradients local until :meth:`enable_allreduce`, or to a reduction over ``amp.master_params``."""
+        self._allreduce_enabled = False
+        self._follow()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Leave gradients local inside, as torch's wrapper does."""
-        before = self._reduction.enabled
-        self._reduction.enabled = False
+        before = self._in_no_sync
+        self._in_no_sync = True
+        self._follow()
         try:
             yield
         finally:
-            self._reduction.enabled = before
+            self._in_no_sync = before
+            self._follow()
+
+    def _follow(self) -> None:
+        """Reduce gradients in backward passes, or leave them, as was asked last."""
+        self._reduction.enabled = self._allreduce_enabled and not self._in_no_sync
 
 
 def _refuse_unknown(torch_options: dict[str, Any]) -> None:

@@ -133,7 +133,7 @@ class SkipFlag:
     def __init__(self, optimizer: Optimizer, skipped: bool | None) -> None:
         stash = optimizer._amp_stash
         if skipped is None:
-            skipped = stash.last_step.skipped  # another observer may have asked the device meanwhile
+            skipped = stash.skipped  # another observer may have asked the device meanwhile
         self._known = skipped
         self._flags = [copy for _, copy in stash.undecided_steps[-1]] if skipped is None else []
 

@@ -107,87 +107,56 @@ class Weight:
 
 @dataclass(eq=False)
 class Pending:
-    """Scaled gradients of one backward pass, left by blocks of ``scalers``."""
+    """Scaled gradients of one backward pass, left by blocks of ``scalers``, and unscaled ones from before."""
 
+    weights: list[Weight]
     scale: float
     scalers: list[Scaler]
+    saved: dict[Weight, torch.Tensor]
 
 
 @dataclass(eq=False)
-class GradientSet:
-    """The gradients of the weights that exactly the same optimizers hold (the columns of the table)."""
+class Block:
+    """An open block: its weights each once, the unscaled gradients from before, and the scalers whose pass it is."""
 
-    weights: list[Weight] = field(default_factory=list)
-    waits: bool = False  # UNSCALED, or PENDING
-    pending: Pending | None = None
-    saved: dict[Weight, torch.Tensor | None] = field(default_factory=dict)
-    flags: bool = False  # blocks of dynamic scales have looked for an overflow
-    overflow: bool = False
-    old_overflow: bool = False  # gradients that are not finite may have stayed
-    users: dict["Optimizer", bool] = field(default_factory=dict)  # whose blocks gave them, and whether each has stepped
-
-    def part(self, weights, holders):
-        """A set in the same state, of other weights."""
-        made = copy.copy(self)
-        made.weights = weights
-        made.saved = {weight: grad for weight, grad in self.saved.items() if weight in weights}
-        made.users = {one: stepped for one, stepped in self.users.items() if one in holders}
-        return made
-
-    def gradients(self, with_masters=True):
-        found = [w.value.grad for w in self.weights if with_masters or not w.has_master]
-        return [grad for grad in [*found, *self.saved.values()] if grad is not None]
-
-    def forget(self):
-        self.waits, self.flags, self.overflow, self.old_overflow, self.users = False, False, False, False, {}
-
-    def forget_cleared(self):
-        if not self.pending and not self.gradients():
-            self.forget()
-
-    def clear(self):
-        self.saved, self.pending = {}, None
-        self.forget()
-
-    def save(self):
-        for weight in self.weights:
-            if not weight.has_master:
-                self.saved[weight] = weight.leaf.grad
-            weight.leaf.grad, weight.shown, weight.cleared = None, None, False
-
-    def begin_anew(self, chosen):
-        """What a user has stepped with makes place for new gradients."""
-        if not any(self.users.get(one) for one in chosen):
-            return
-        for weight in self.weights:
-            if weight.has_master:
-                weight.forget()
-        self.users = {one: False for one, stepped in self.users.items() if not stepped}
-        self.old_overflow |= self.flags
-        self.flags = self.overflow = False
-
-    def end_step(self, one, skipped):
-        """``one`` has stepped; ``skipped``: None where only the device knows."""
-        self.users[one] = True
-        if all(self.users.values()):
-            self.use_up(skipped)
-
-    def use_up(self, skipped):
-        for weight in self.weights:
-            if weight.has_master:
-                weight.forget()
-        self.old_overflow = (self.old_overflow or self.flags) if skipped is not False else False
-        self.waits, self.flags, self.overflow, self.users = False, False, False, {}
+    chosen: list["Optimizer"]
+    weights: list[Weight]
+    scale: float
+    scalers: list[Scaler]
+    saved: dict[Weight, torch.Tensor] = field(default_factory=dict)
+    took_pending: bool = False
 
 
 @dataclass(eq=False)
 class Optimizer:
-    """A torch optimizer, and the sets of what it holds."""
+    """A torch optimizer, and what is known of the gradients of what it holds."""
 
     torch: torch.optim.Optimizer
     weights: list[Weight]
-    sets: list[GradientSet] = field(default_factory=list)
+    shares: bool = False  # another one holds one of the weights
+    flags: bool = False  # blocks of dynamic scales have looked for an overflow
+    overflow: bool = False
+    suspect: bool = False  # gradients that are not finite may be there
+    stepped: bool = False  # with gradients that its masters keep for others
     skipped: bool = False
+
+    def gradients(self, with_masters=True):
+        found = [w.value.grad for w in self.weights if with_masters or not w.has_master]
+        return [grad for grad in found if grad is not None]
+
+    def clear(self):
+        self.flags = self.overflow = self.suspect = self.stepped = False
+
+    def forget_flags_of_cleared(self):
+        if (self.flags or self.suspect) and not self.gradients():
+            self.flags = self.overflow = self.suspect = False
+
+    def clear_stepped(self):
+        if self.stepped:
+            self.stepped = False
+            for weight in self.weights:
+                if weight.has_master:
+                    weight.forget()
 
     def zero_grad(self, set_to_none=True):
         self.torch.zero_grad(set_to_none)
@@ -197,25 +166,15 @@ class Optimizer:
                 weight.forget()
             elif weight.has_master:
                 weight.zero()
-        for each in self.sets:
-            each.clear()
 
     def step(self):
-        for each in self.sets:
-            each.forget_cleared()
-        used = [each for each in self.sets if each.users.get(self)]
-        flagged = [each for each in self.sets if each.overflow and each not in used]
-        stayed = []
-        for each in self.sets:
-            if each.old_overflow or (each.flags and each in used):
-                stayed += each.gradients(with_masters=each not in used)
-        left = not all(bool(grad.isfinite().all()) for grad in stayed)
-        self.skipped = bool(flagged) or left
+        looked_at = self.gradients(with_masters=not self.stepped) if self.suspect else []
+        left = not all(bool(grad.isfinite().all()) for grad in looked_at)
+        self.skipped = self.overflow or left
         # Then whether it skipped is not known yet, where there was a flag.
-        is_flagged = bool(stayed) or any(each.flags for each in self.sets if each not in used)
-        decides_itself = bool(self.torch.defaults.get("fused")) and is_flagged
+        decides_itself = bool(self.torch.defaults.get("fused")) and (self.flags or bool(looked_at))
         if not self.skipped:
-            hidden = [(w, w.value.grad) for each in used for w in each.weights if w.has_master]
+            hidden = [(w, w.value.grad) for w in self.weights if w.has_master] if self.stepped else []
             for weight, _ in hidden:
                 weight.value.grad = None
             self.torch.step()
@@ -224,8 +183,15 @@ class Optimizer:
         for weight in self.weights:
             weight.cleared = False
             weight.push()
-        for each in self.sets:
-            each.end_step(self, None if decides_itself else self.skipped)
+        has_overflowed = self.suspect or self.flags
+        self.suspect = has_overflowed and (decides_itself or self.skipped)
+        self.flags = self.overflow = False
+        if self.shares:
+            self.stepped = True
+            return
+        for weight in self.weights:
+            if weight.has_master:
+                weight.forget()
 
 
 def clone(tensor):
@@ -269,8 +235,9 @@ class Reference:
         self.dead = []  # weights that optimizers hold and no model does, where others are seen in their stead
         self.changes = 0  # of models, and of what optimizers hold: a run that is made anew has none
         self.away = []  # weights that an optimizer has let go, and which
-        self.unscaled = set()  # those that no block has been opened since, and whose gradients were unscaled then
-        self.sets = []
+        self.pending = []
+        self.open = []
+        self.has_scaled = False
         self.list_weights()
         dynamic = level in ("O1", "O2") and self.half is torch.float16
         loss_scale = config["loss_scale"] or ("dynamic" if dynamic else 1.0)
@@ -281,41 +248,25 @@ class Reference:
         # As in apex: where nothing is scaled and there are no masters, a block does nothing and counts nothing.
         self.idle = loss_scale == 1.0 and not (masters and self.casts)
         self.joined = False
-        self.open = []  # optimizers that a block is open of
-        self.has_scaled = False
         self.kept, self.saved, self.skipped = None, {}, None
 
     def list_weights(self):
+        """Look at what the optimizers hold; return the weights that none had held."""
         by_value = {id(w.value): w for w in (*self.weights, *self.dead)}
+        known = {weight for one in self.optimizers for weight in one.weights}
+        known |= {weight for pending in self.pending for weight in pending.weights}
+        new = []
         for one in self.optimizers:
+            before = one.weights
             one.weights = [by_value[id(p)] for group in one.torch.param_groups for p in group["params"]]
-        self.regroup()
-
-    def regroup(self):
-        """Sets of the weights that the same optimizers hold; what falls apart keeps its state."""
-        old_of = {weight: old for old in self.sets for weight in old.weights}
-        held = dict.fromkeys(weight for one in self.optimizers for weight in one.weights)
-        groups = {}
-        for weight in held:
-            holders = tuple(one for one in self.optimizers if weight in one.weights)
-            groups.setdefault(holders, {}).setdefault(old_of.get(weight), []).append(weight)
-        self.sets = []
+            if self.has_scaled and one.weights != before:
+                one.suspect = True
+            new += [weight for weight in one.weights if weight not in known]
         for one in self.optimizers:
-            one.sets = []
-        for holders, by_old in groups.items():
-            new = by_old.pop(None, [])
-            if new:
-                joined = next((old for old in by_old if not old.pending), GradientSet())
-                by_old.setdefault(joined, []).extend(new)
-            for old, weights in by_old.items():
-                self.sets.append(old.part(weights, holders))
-                if self.sets[-1].users and all(self.sets[-1].users.values()):
-                    self.sets[-1].use_up(None)
-                for one in holders:
-                    one.sets.append(self.sets[-1])
-
-    def sets_of(self, chosen):
-        return list(dict.fromkeys(each for one in chosen for each in one.sets))
+            one.shares = any(
+                weight in other.weights for weight in one.weights for other in self.optimizers if other is not one
+            )
+        return new
 
     def forward(self, number):
         model = self.models[number]
@@ -386,24 +337,20 @@ class Reference:
         late = [(w, owner) for w, owner in zip(self.weights, self.config["late"], strict=False) if owner is not None]
         if self.joined or any(self.changes and self.owner(w) or w in self.optimizers[n].weights for w, n in late):
             return False
-        late = [w for w, _ in late if self.owner(w) is None]
         programs.join(self.config, [one.torch for one in self.optimizers], [w.value for w in self.weights])
         self.joined = True
-        self.welcome(late)
+        self.welcome()
         self.look(self.optimizers)
         return True
 
-    def welcome(self, late):
-        """``late`` were held by no optimizer: what blocks have left them is scaled, by whatever scales."""
-        self.list_weights()
-        if self.has_scaled and any(scaler.dynamic or scaler.scale != 1.0 for scaler in self.scalers):
-            for weight in late:
-                if weight not in self.unscaled:
-                    weight.leaf.grad = None
-                    if weight.has_master:
-                        weight.forget()
-            for each in self.sets:
-                each.old_overflow |= any(w.value.grad is not None for w in late if w in each.weights)
+    def welcome(self):
+        """What comes to an optimizer, and none held, may have been left scaled gradients."""
+        new = self.list_weights()
+        if self.has_scaled:
+            for weight in new:
+                weight.leaf.grad = None
+                if weight.has_master:
+                    weight.forget()
 
     def leave(self, step):
         one = self.optimizers[step["optimizer"]]
@@ -412,11 +359,9 @@ class Reference:
         weight = one.weights[-1]
         programs.leave(one.torch)
         weight.is_saved = True  # its master stays
-        if not any(each.pending for each in self.sets if weight in each.weights):
-            self.unscaled.add(weight)
         self.away.append((step["optimizer"], weight))
         self.changes += 1
-        self.list_weights()
+        self.welcome()
         self.look([one])
         return True
 
@@ -424,10 +369,9 @@ class Reference:
         if not self.away or self.away[-1][1] in self.optimizers[self.away[-1][0]].weights:
             return False
         number, weight = self.away.pop()
-        late = [] if self.owner(weight) else [weight]
         self.optimizers[number].torch.param_groups[0]["params"].append(weight.value)
         self.changes += 1
-        self.welcome(late)
+        self.welcome()
         self.look([self.optimizers[number]])
         return True
 
@@ -435,7 +379,7 @@ class Reference:
         """Run a backward pass outside any block, where its gradients cannot be taken for those of a block."""
         if any(w.leaf.grad is not None or w.value.grad is not None for w in self.weights):
             return False
-        if any(each.waits or each.pending for each in self.sets):
+        if self.pending:
             return False
         loss = self.loss(step)
         if loss.requires_grad:
@@ -443,36 +387,24 @@ class Reference:
         return True
 
     def block(self, step):
-        self.note_scaled(step)
         chosen, scaler = [self.optimizers[n] for n in step["optimizers"]], self.scalers[step["loss_id"]]
-        scale, loss = scaler.scale, self.loss(step)
+        loss = self.loss(step)
         if self.idle:
             self.backward(loss, step)
             return
-        self.begin(chosen, scale)
-        self.open += chosen
-        self.backward(loss.float() * scale, step)
-        self.open = self.open[: -len(chosen)]
+        block = self.begin(chosen, scaler)
+        self.open.append(block)
+        self.backward(loss.float() * block.scale, step)
+        self.open.remove(block)
         if step["raises"]:
-            self.put_back(chosen, scale)
+            self.put_back(block)
         elif step["delay_unscale"]:
-            held = [s for each in self.sets_of(chosen) if each.pending for s in each.pending.scalers]
-            pending = Pending(scale, list(dict.fromkeys([scaler, *held])))
-            for each in self.sets_of(chosen):
-                each.pending, each.waits = pending, True
-            self.note_users(chosen)
+            self.pending.append(Pending(block.weights, block.scale, block.scalers, block.saved))
         else:
-            self.end(chosen, scaler, scale, check=not step["delay_overflow_check"])
-
-    def note_scaled(self, step):
-        self.has_scaled = True
-        scaler = self.scalers[step["loss_id"]]
-        if scaler.dynamic or scaler.scale != 1.0:
-            self.unscaled = set()
+            self.end(block, check=not step["delay_overflow_check"])
 
     def nested(self, step):
         """A block in a block."""
-        self.note_scaled(step["outer"])
         outer, inner = step["outer"], step["inner"]
         sides = [[self.optimizers[n] for n in part["optimizers"]] for part in (outer, inner)]
         scalers = [self.scalers[part["loss_id"]] for part in (outer, inner)]
@@ -482,21 +414,21 @@ class Reference:
             return
         scales = [scaler.scale for scaler in scalers]
         losses = [loss.float() * scale for loss, scale in zip(losses, scales, strict=True)]
-        self.begin(sides[0], scales[0])
+        first = self.begin(sides[0], scalers[0])
         if step["how"] == "outer first":
             self.backward_of(losses[:1])
             losses = losses[1:]
-        self.open = sides[0]
+        self.open = [first]
         try:
-            self.begin(sides[1], scales[1])
+            second = self.begin(sides[1], scalers[1])
         except Refused:
-            self.end(sides[0], scalers[0], scales[0])
+            self.end(first)
             return
         finally:
             self.open = []
         self.backward_of(losses, step["how"])
-        for side, scaler, scale in reversed(list(zip(sides, scalers, scales, strict=True))):
-            self.end(side, scaler, scale)
+        for block in (second, first):
+            self.end(block)
 
     def backward(self, loss, step):
         if step["raises"] == "before":
@@ -516,9 +448,9 @@ class Reference:
             except Refused:
                 step["fate"] = "refused"
 
-    def refuse_open(self, chosen):
-        """A block or a step of an optimizer that a block is open of, or that shares a weight with one."""
-        if set(self.sets_of(chosen)) & set(self.sets_of(self.open)):
+    def refuse_open(self, weights):
+        """Refuse a block or a step of a weight that an open block has."""
+        if any(weight in block.weights for block in self.open for weight in weights):
             raise Refused
 
     def backward_of(self, losses, how="apart"):
@@ -526,92 +458,141 @@ class Reference:
             if loss.requires_grad:
                 loss.backward()
 
-    def begin(self, chosen, scale):
-        self.refuse_open(chosen)
-        for each in self.sets_of(chosen):
-            if each.pending:
-                for weight in each.weights:
-                    grad = weight.leaf.grad
-                    if grad is not None:
-                        weight.leaf.grad = (grad.float() * (scale / each.pending.scale)).to(grad.dtype)
-                each.pending = Pending(scale, each.pending.scalers)
-            else:
-                each.save()
-            each.forget_cleared()
-            each.begin_anew(chosen)
-
-    def put_back(self, chosen, scale):
-        """What accumulated before the block is there again; its own gradients are not."""
-        for each in self.sets_of(chosen):
-            for weight in each.weights:
-                weight.leaf.grad = each.saved.get(weight)
-                if weight.leaf.grad is None:
-                    weight.show(scale)
-            each.saved, each.pending = {}, None
-
-    def note_users(self, chosen):
+    def begin(self, chosen, scaler):
+        weights = list(dict.fromkeys(weight for one in chosen for weight in one.weights))
+        self.refuse_open(weights)
+        self.has_scaled = self.has_scaled or scaler.dynamic or scaler.scale != 1.0
+        block = Block(chosen, weights, scaler.scale, [scaler])
+        scaled = self.take_pending(block)
         for one in chosen:
-            for each in one.sets:
-                if each.waits:
-                    each.users.setdefault(one, False)
-
-    def end(self, chosen, scaler, scale, check=True):
-        self.end_sets(self.sets_of(chosen), scaler, scale, check)
-        self.note_users(chosen)
-
-    def end_sets(self, sets, scaler, scale, check=True):
-        """Unscale, add up, note overflows, and move the scales."""
-        overflow = False
-        inverse = torch.tensor(1 / scale)
-        for each in sets:
-            for weight in each.weights:
-                new, old = weight.leaf.grad, each.saved.get(weight)
-                if new is None:
-                    weight.leaf.grad = old if not weight.has_master else None
-                    weight.show(scale)
+            one.clear_stepped()
+            self.drop_cleared(one.weights)
+            if not scaled:
+                one.forget_flags_of_cleared()
+            for weight in one.weights:
+                if weight in scaled:
                     continue
-                each.waits = True
-                overflow |= not bool(new.isfinite().all())
-                unscaled = new.float() * inverse
-                if weight.has_master:
-                    weight.accumulate(unscaled)
-                    weight.note()
-                else:
-                    unscaled = unscaled.to(new.dtype)
-                    weight.leaf.grad = unscaled if old is None else unscaled + old
-        others = dict.fromkeys(s for each in sets if each.pending for s in each.pending.scalers if s is not scaler)
+                if not weight.has_master and weight.leaf.grad is not None:
+                    block.saved[weight] = weight.leaf.grad
+                weight.leaf.grad, weight.shown, weight.cleared = None, None, False
+        return block
+
+    def drop_cleared(self, weights):
+        """Masters lose the gradients that the model showed, and that a script has cleared there."""
+        for weight in weights:
+            if weight.shown is not None and weight.leaf.grad is None:
+                weight.forget()
+
+    def take_pending(self, block):
+        """The weights whose scaled gradients stay in the model, at the scale of ``block``."""
+        scaled = set()
+        for pending in list(self.pending):
+            if not set(pending.weights) & set(block.weights):
+                continue
+            if not set(pending.weights) <= set(block.weights):
+                self.end_pending(pending)
+                continue
+            self.pending.remove(pending)
+            for weight in pending.weights:
+                grad = weight.leaf.grad
+                if grad is not None:
+                    weight.leaf.grad = (grad.float() * (block.scale / pending.scale)).to(grad.dtype)
+            block.saved |= pending.saved
+            block.took_pending = True
+            block.scalers = list(dict.fromkeys([*block.scalers, *pending.scalers]))
+            scaled |= set(pending.weights)
+        return scaled
+
+    def put_back(self, block):
+        """What accumulated before the block is there again; its own gradients are not."""
+        self.drop_cleared(block.weights)
+        for weight in block.weights:
+            weight.leaf.grad = block.saved.get(weight)
+            if weight.leaf.grad is None:
+                weight.show(block.scale)
+
+    def end(self, block, check=True):
+        overflow, flags = self.unscale(block, check)
+        for one in block.chosen:
+            one.flags |= flags
+            one.overflow |= overflow
+        if flags:
+            for other in self.optimizers:
+                if other not in block.chosen and set(other.weights) & set(block.weights):
+                    other.suspect = True
+
+    def end_pending(self, pending):
+        self.pending.remove(pending)
+        overflow, flags = self.unscale(pending, True)
+        for one in self.optimizers:
+            if set(one.weights) & set(pending.weights):
+                one.flags |= flags
+                one.overflow |= overflow
+
+    def unscale(self, scaled, check):
+        """Unscale, add up, and move the scales; whether that overflowed where it matters, and whether it may."""
+        overflow = False
+        inverse = torch.tensor(1 / scaled.scale, dtype=torch.float32)
+        if any(weight.leaf.grad is None for weight in scaled.weights):
+            self.drop_cleared(scaled.weights)
+        for weight in scaled.weights:
+            new, old = weight.leaf.grad, scaled.saved.get(weight)
+            if new is None:
+                weight.leaf.grad = old if not weight.has_master else None
+                weight.show(scaled.scale)
+                continue
+            overflow |= not bool(new.isfinite().all())
+            unscaled = new.float() * inverse
+            if weight.has_master:
+                weight.accumulate(unscaled)
+                weight.note()
+            else:
+                unscaled = unscaled.to(new.dtype)
+                weight.leaf.grad = unscaled if old is None else unscaled + old
+        first, *others = scaled.scalers
         if check:
-            scaler.update(overflow)
+            first.update(overflow)
         else:
-            scaler.put_off |= overflow and scaler.dynamic
-            scaler.puts_off = scaler.dynamic
+            first.put_off |= overflow and first.dynamic
+            first.puts_off = first.dynamic
         for other in others:
             other.update(overflow)
-        for each in sets:
-            each.saved, each.pending = {}, None
-            each.flags |= any(one.dynamic for one in (scaler, *others))
-            each.overflow |= overflow and scaler.dynamic
+        is_checked = any(scaler.dynamic for scaler in scaled.scalers)
+        return overflow and is_checked, is_checked
 
     def step(self, step):
         one = self.optimizers[step["optimizer"]]
-        self.refuse_open([one])
-        for each in one.sets:
-            if each.pending:
-                self.end_pending(each)
+        self.refuse_open(one.weights)
+        self.end_all_pending(one)
+        self.drop_cleared(one.weights)
         one.step()
         if step["asks"]:
             self.skipped = one.skipped
+
+    def end_all_pending(self, one):
+        for pending in list(self.pending):
+            if set(pending.weights) & set(one.weights):
+                self.end_pending(pending)
+
+    def note_cleared(self, weights):
+        """Forget what is known of the gradients of ``weights``."""
+        cleared = set(weights)
+        for each in (*self.open, *self.pending):
+            each.saved = {weight: grad for weight, grad in each.saved.items() if weight not in cleared}
+        self.pending = [pending for pending in self.pending if not set(pending.weights) <= cleared]
+        for one in self.optimizers:
+            if set(one.weights) <= cleared:
+                one.clear()
 
     def clear(self, step):
         who, how = step["who"], step["how"]
         if who == "optimizer":
             one = self.optimizers[step["optimizer"]]
+            self.drop_cleared(one.weights)
             one.zero_grad(how == "none")
+            self.note_cleared(one.weights)
             return
         for weight in self.cleared_by(step):
-            if who == "model":
-                for each in self.sets:
-                    each.saved.pop(weight, None)
             if how == "none":
                 weight.leaf.grad = None
                 if who == "model" and weight.has_master:
@@ -624,9 +605,7 @@ class Reference:
             elif weight.leaf.grad is not None:  # by hand: masters do not hear of it
                 weight.leaf.grad.zero_()
         if who == "model":
-            for each in self.sets:
-                if set(each.weights) <= set(self.cleared_by(step)):
-                    each.clear()
+            self.note_cleared(self.cleared_by(step))
 
     def edit(self, step):
         """Edit the gradients of the model: those of masters stay as they are."""
@@ -640,15 +619,10 @@ class Reference:
 
     def look(self, chosen):
         """Outside of blocks, a script that asks for masters finds their gradients unscaled."""
-        if self.open:
-            return
-        for each in self.sets_of(chosen):
-            if each.pending:
-                self.end_pending(each)
-
-    def end_pending(self, one):
-        together = [other for other in self.sets if other.pending is one.pending]
-        self.end_sets(together, one.pending.scalers[0], one.pending.scale)
+        for one in chosen:
+            self.drop_cleared(one.weights)
+            if not self.open:
+                self.end_all_pending(one)
 
     def clip(self, step):
         self.look([self.optimizers[step["optimizer"]]])
@@ -695,11 +669,13 @@ class Reference:
         self.save_models()
         step["joined"] = self.joined
         self.has_scaled = False
+        self.pending = []
         for weight in self.weights:
             weight.leaf.grad, weight.cleared = None, False
             weight.forget()
         for one in self.optimizers:
             one.zero_grad()
+            one.clear()
         for scaler in self.scalers:
             scaler.put_off = scaler.puts_off = False
         for weight in self.weights:

@@ -39,8 +39,28 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
         *("devices", "forward", "model_class", "keep_fp32", "boundary", "unwrap"),
     ),
     "scaling": (
-        *("loss_scale", "scaler", "session", "misuse", "adapter", "gradient_sets", "exchange", "optimizer_state"),
-        *("unscaling", "legacy_methods", "passes", "block", "steps", "closures", "optimizer", "checkpoint"),
+        *(
+            "loss_scale",
+            "scaler",
+            "session",
+            "adapter",
+            "leaves",
+            "gradients",
+            "exchange",
+            "unscaling",
+            "optimizer_state",
+        ),
+        *(
+            "misuse",
+            "device_steps",
+            "backward_methods",
+            "gradient_rules",
+            "scale_loss",
+            "clearing",
+            "steps",
+            "closures",
+        ),
+        *("optimizer", "checkpoint"),
     ),
 }
 #: Modules outside ``amp`` that every module of it may import.

@@ -41,7 +41,7 @@ def _masters_named(
         if stash is not None:
             stash.look_up(optimizer)
             stashes.append((optimizer, stash))
-            masters += stash.masters
+            masters += stash.leaves.masters
     by_half = {master.half: master.value for master in masters}
     shown = [(name, by_half.get(param, param)) for name, param in model.named_parameters()]
     for half, value in by_half.items():

@@ -49,7 +49,7 @@ def broadcast_masters(module: torch.nn.Module, group: Any, ignored: set[str], ra
     Every rank has these. Rank 0 may have more, which it has saved: they follow their half weights, as after any write.
     """
     source = dist.get_global_rank(group, rank)
-    held = {id(master) for optimizer in state.optimizers.listed() for master in optimizer._amp_stash.masters}
+    held = {id(master) for optimizer in state.optimizers.listed() for master in optimizer._amp_stash.leaves.masters}
     for name, param in module.named_parameters():
         master = master_of(param)
         if master is None or name in ignored:
@@ -82,7 +82,7 @@ def _scalers_of(module: torch.nn.Module) -> list[Any]:
     held = {id(param) for param in module.parameters()}
     found: dict[Any, None] = {}
     for optimizer in state.optimizers.listed():
-        if any(id(leaf) in held for leaf in optimizer._amp_stash.leaves()):
+        if any(id(leaf) in held for leaf in optimizer._amp_stash.leaves.tensors()):
             found.update(dict.fromkeys(optimizer._amp_stash.session.scalers))
     return list(found)
 
@@ -91,8 +91,22 @@ class _Ddp(Adapter):
     """DDP, which keeps gradients on their rank in ``no_sync``."""
 
     def defers_sync(self, leaves: Sequence[torch.Tensor]) -> bool:
-        in_no_sync = [wrapper for wrapper in state.models.ddp or () if not wrapper.require_backward_grad_sync]
-        if not in_no_sync:
-            return False
-        ids = set(map(id, leaves))
-        return any(id(param) in ids for wrapper in in_no_sync for param in wrapper.module.parameters())
+        return _hold_any(
+            leaves, [wrapper for wrapper in state.models.ddp or () if not wrapper.require_backward_grad_sync]
+        )
+
+    def leaves_sync_to_script(self, leaves: Sequence[torch.Tensor]) -> bool:
+        return _hold_any(leaves, [wrapper for wrapper in state.models.ddp or () if _is_left_to_script(wrapper)])
+
+
+def _is_left_to_script(wrapper: Any) -> bool:
+    """Whether ``wrapper`` is apex's after ``disable_allreduce()``."""
+    return not getattr(wrapper, "allreduce_enabled", True)
+
+
+def _hold_any(leaves: Sequence[torch.Tensor], wrappers: list[Any]) -> bool:
+    """Whether one of ``wrappers`` is around a model that has any of ``leaves``."""
+    if not wrappers:
+        return False
+    ids = set(map(id, leaves))
+    return any(id(param) in ids for wrapper in wrappers for param in wrapper.module.parameters())

@@ -82,10 +82,10 @@ class Master:
         taken: The copy whose ``data`` was taken last, and may have been written through it; None if neither was.
         aliases: What was taken, as far as it is alive.
 
-    What tells whether a script has cleared or edited a half gradient:
+    What tells whether a script has cleared a half gradient:
 
     Attributes:
-        added_grad: The gradient of ``half`` that was last unscaled into ``value.grad``, and its version then.
+        grad_shown: Whether ``half.grad`` was there when ``value.grad`` was made: cleared there, it is cleared here.
     """
 
     def __init__(self, half: torch.Tensor, value: torch.Tensor | None = None) -> None:
@@ -98,7 +98,7 @@ class Master:
         _torch.leave_inference_mode(value)
         self.value = value
         self.slots: list[tuple[dict[str, Any], str]] = []
-        self.added_grad: tuple[torch.Tensor, int] | None = None
+        self.grad_shown = False
         self.taken: Copy | None = None
         self.aliases: list[tuple[Copy, weakref.ref[torch.Tensor]]] = []
         self.note_equal()
@@ -124,13 +124,9 @@ class Master:
         """Leave ``half``, which is float32 again, without a master; optimizers may still hold ``value``."""
         state.masters.by_tensor.pop(id(self.half), None)
 
-    def note_added(self, half_grad: torch.Tensor) -> None:
-        """Note that ``half_grad``, the gradient of ``half``, is part of ``value.grad``."""
-        self.added_grad = (half_grad, half_grad._version)
-
     def drop_gradient(self) -> None:
         """Forget what blocks have left in ``value.grad``."""
-        self.added_grad = None
+        self.grad_shown = False
         self.value.grad = None
 
     # -- which copy was written ----------------------------------------------------------------------------------------
@@ -237,7 +233,7 @@ class Master:
     def rebind(self, half: torch.Tensor) -> None:
         """Make ``half``, which has taken the place of the model's tensor, the half copy under every name."""
         self.half = half
-        self.added_grad = None
+        self.grad_shown = False
         self.register()
         for tensors, name in self.slots:
             if tensors.get(name) is not None:
@@ -268,9 +264,8 @@ def _rebuilt(half: torch.Tensor, value: torch.Tensor) -> Master:
 
 
 def watch_torch() -> None:
-    """Have torch tell masters of ``param.data`` that is taken, and of modules' ``zero_grad``; until a reset."""
+    """Follow ``param.data`` that is taken, until a reset."""
     state.patch_once(_torch.watch_parameter_data, _note_taken)
-    state.patch_once(_torch.watch_zero_grad, _module_zeroed)
 
 
 def _note_taken(param: torch.Tensor, alias: torch.Tensor | None) -> None:
@@ -408,52 +403,3 @@ def _differs(master: Master) -> torch.Tensor:
     """Whether ``half`` is not ``value`` as it rounds, bit for bit: a 0-dim flag."""
     rounded = master.value.detach().to(master.dtype)
     return (_torch.bits(rounded) != _torch.bits(master.half.detach())).any()
-
-
-# -- gradients ---------------------------------------------------------------------------------------------------------
-def drop_cleared_gradients(masters: Iterable[Master]) -> bool:
-    """Drop masters' gradients where the model's became None; return whether a script edited any of the others.
-
-    What a script writes into half gradients, be it zeros, has no effect on masters, as under apex. ``zero_grad`` of an
-    optimizer or a module does: see :func:`zero_gradients`.
-    """
-    some_were_edited = False
-    for master in masters:
-        added = master.added_grad
-        if added is None:
-            continue
-        grad = master.half.grad
-        if grad is None:
-            master.drop_gradient()
-        elif grad is not added[0] or grad._version != added[1]:
-            some_were_edited = True
-    return some_were_edited
-
-
-@_torch.without_grad
-def zero_gradients(masters: Iterable[Master]) -> None:
-    """Set masters' gradients to zero where the model has gradients, which ``zero_grad(set_to_none=False)`` has zeroed.
-
-    They are not dropped: as in plain torch, momentum and weight decay move a weight whose gradient is zero.
-    """
-    for master in masters:
-        half_grad = master.half.grad
-        if half_grad is None:
-            continue
-        if master.value.grad is None:
-            master.value.grad = torch.zeros_like(master.value)
-        else:
-            master.value.grad.zero_()
-        master.note_added(half_grad)
-
-
-def _module_zeroed(module: torch.nn.Module, set_to_none: bool) -> None:
-    """Have masters follow ``module.zero_grad()``."""
-    for param in module.parameters():
-        master = master_of(param)
-        if master is None:
-            continue
-        if set_to_none or master.half.grad is None:  # in an open block it is None, and what had accumulated goes
-            master.drop_gradient()
-        else:
-            zero_gradients([master])

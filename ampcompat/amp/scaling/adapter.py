@@ -26,6 +26,10 @@ class Adapter:
         """Whether gradients of any of ``leaves`` stay on this rank until a later backward pass (``no_sync``)."""
         return False
 
+    def leaves_sync_to_script(self, leaves: Sequence[torch.Tensor]) -> bool:
+        """Whether the script averages the gradients of any of ``leaves`` by itself (``disable_allreduce``)."""
+        return False
+
     def unsynced_gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The scaled gradients of ``leaves`` that the wrapper keeps, and not ``p.grad``, until a later pass."""
         return []

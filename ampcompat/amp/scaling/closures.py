@@ -10,16 +10,16 @@ import torch
 from ampcompat._types import Optimizer
 from ampcompat.amp.casts.contexts import Saved, restored
 from ampcompat.amp.half.masters import sync_written
-from ampcompat.amp.scaling.gradient_sets import GradientState
+from ampcompat.amp.scaling.gradient_rules import clear_stepped
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
 from ampcompat.amp.scaling.steps import (
-    announce_lost,
     announce_skip,
     finish,
+    flags_of,
     gradients_for_step,
     make_ready,
-    overflows_of,
     read,
+    update_weights,
 )
 
 
@@ -43,18 +43,23 @@ def step_with_closure(
     it stops where it is, or goes back to where it was.
     """
     stash: AmpOptimizerState = optimizer._amp_stash
-    for gradient_set in stash.sets:
-        gradient_set.begin_anew([optimizer])
-    had_blocks = any(each.state is not GradientState.NONE for each in stash.sets)
-    steps_before = had_blocks and not _evaluates_first(optimizer)
-    evaluations = _Evaluations(optimizer, closure, outside, may_skip=not steps_before)
-    if steps_before and evaluations.overflowed():
-        loss = evaluations.evaluate()
-        evaluations.overflowed(skips=False)  # notes what this evaluation has left; the step is skipped all the same
-        finish(optimizer, stash, skipped=True)
-        return loss
+    if stash.stepped:
+        clear_stepped(optimizer, stash)
+    acts_first = not _evaluates_first(optimizer)
+    evaluations = _Evaluations(optimizer, closure, outside)
+    if acts_first:
+        make_ready(optimizer, stash)
+        acts_first = bool(gradients_for_step(stash))
+    if acts_first:
+        if evaluations.have_overflowed():
+            announce_skip(evaluations.overflowed)
+            loss = evaluations.evaluate()
+            evaluations.have_overflowed()  # notes what this evaluation has left; the step is skipped all the same
+            finish(optimizer, stash, skipped=True)
+            return loss
+        evaluations.may_skip = False
     try:
-        result = original(evaluations.evaluate_or_skip, **kwargs)
+        result = update_weights(optimizer, stash, original, evaluations.evaluate_or_skip, **kwargs)
     except _SkipStep:
         finish(optimizer, stash, skipped=True)
         return evaluations.first_loss
@@ -71,48 +76,50 @@ def _evaluates_first(optimizer: Optimizer) -> bool:
 
 
 class _Evaluations:
-    """The evaluations of one ``step(closure)``; ``may_skip``: the optimizer has not used a gradient yet."""
+    """The evaluations of one ``step(closure)``.
 
-    def __init__(self, optimizer: Optimizer, closure: Callable[[], Any], outside: Saved, may_skip: bool) -> None:
+    Attributes:
+        first_loss: What the first one has returned.
+        overflowed: The flags that the last check has found set.
+        may_skip: Whether an overflow skips the step: the optimizer has not acted yet.
+    """
+
+    def __init__(self, optimizer: Optimizer, closure: Callable[[], Any], outside: Saved) -> None:
         self._optimizer = optimizer
         self._stash: AmpOptimizerState = optimizer._amp_stash
         self._closure = closure
         self._outside = outside
-        self._may_skip = may_skip
         self.first_loss: Any = None
+        self.overflowed: list[Any] = []
+        self.may_skip = True
 
     def evaluate_or_skip(self) -> Any:
-        """Evaluate the closure for the optimizer; after an overflow, leave the step, or have it find zeros."""
+        """Evaluate the closure for the optimizer; after an overflow, leave the step, or give it gradients of zero."""
         loss = self.evaluate()
-        overflowed = self.overflowed(skips=self._may_skip)
-        if overflowed and self._may_skip:
-            raise _SkipStep
-        if overflowed:
-            for gradient in gradients_for_step(self._optimizer, self._stash):
+        if self.have_overflowed():
+            if self.may_skip:
+                announce_skip(self.overflowed)
+                raise _SkipStep
+            for gradient in gradients_for_step(self._stash):
                 gradient.zero_()
-        self._may_skip = False
+        self.may_skip = False
         return loss
 
     def evaluate(self) -> Any:
         """Evaluate the closure once, on weights that follow the masters."""
         self._stash.look_up(self._optimizer)
-        sync_written(self._stash.masters)
+        sync_written(self._stash.leaves.masters)
         loss = evaluate(self._closure, self._outside)
         if self.first_loss is None:
             self.first_loss = loss
         return loss
 
-    def overflowed(self, skips: bool = True) -> bool:
-        """Make the gradients ready for a step; whether they overflowed, or were lost. Say so if that ``skips`` it."""
+    def have_overflowed(self) -> bool:
+        """Make the gradients ready for a step; whether they overflowed. The flags say nothing of the next evaluation."""
         stash = self._stash
-        is_lost = make_ready(stash)
-        if is_lost and skips:
-            announce_lost()
-        overflows = overflows_of(self._optimizer, stash)
-        overflowed = read(stash, overflows) if overflows else []
-        if overflowed and skips:
-            announce_skip(overflowed)
-        is_unusable = is_lost or bool(overflowed)
-        for gradient_set in stash.sets:
-            gradient_set.note_checked(is_unusable)
-        return is_unusable
+        make_ready(self._optimizer, stash)
+        flags = flags_of(stash)
+        self.overflowed = read(stash, flags) if flags else []
+        stash.overflows = []
+        stash.suspect = bool(self.overflowed)
+        return bool(self.overflowed)

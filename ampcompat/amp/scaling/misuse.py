@@ -1,10 +1,26 @@
-"""Mistakes that leave no trace in plain torch: each is warned of once, with the fix."""
+"""Mistakes that leave no trace in plain torch: each is warned of once, with the fix.
+
+Some are found where they happen. For others, a :class:`Watch` looks at the first blocks of a run, and at their steps.
+"""
 
 from __future__ import annotations
 
-from ampcompat._log import warn_once
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-#: How many blocks of each scaler have their loss watched: the hook takes a tenth of a millisecond of a backward pass.
+import torch
+
+from ampcompat import _torch
+from ampcompat._log import warn_once
+from ampcompat._state import state
+from ampcompat._types import Optimizer
+from ampcompat.amp.half.masters import Copy, Master
+from ampcompat.amp.scaling.gradients import Block, pending_in
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
+
+#: How many blocks are watched for each loss: a hook on the loss takes a tenth of a millisecond of a backward pass.
 WATCHED = 16
 
 _FIX = "write `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`"
@@ -23,7 +39,7 @@ _MISTAKES = {
     f" that was not scaled, or that another optimizer's block has scaled - {_FIX}.",
     "shared gradients dropped": "A scale_loss block of an optimizer that has stepped, while another one that shares"
     " weights with it has yet to step with the gradients of earlier blocks - a step uses up the gradients of master"
-    " weights (O2, O5), and those of shared ones make place for the new - step with both optimizers before the next"
+    " weights (O2, O5), and those of shared ones make room for the new ones - step with both optimizers before the next"
     " block, or call zero_grad() of the one that is not to step (D39).",
     "scaled gradients of a later param": "A parameter with a gradient came to an optimizer, and no optimizer under amp"
     " held it just before - what blocks of others have added to that gradient is multiplied by their loss scales, so it"
@@ -37,12 +53,263 @@ _MISTAKES = {
     "plain gradients dropped": "A scale_loss block with half weights that have gradients already, which no block of"
     " their optimizer gave (of a loss.backward() before it?) - master weights (O2, O5) take gradients of blocks alone,"
     f" so they were dropped, as under apex - {_FIX}, for each loss.",
-    "half gradients edited": "Gradients of the model's half parameters were edited after scale_loss (clipped?) - the"
-    " optimizer steps with the float32 gradients of the masters, which did not change - clip"
-    " amp.master_params(optimizer) instead of model.parameters().",
+    "half gradients edited": "Gradients of the model's half parameters changed after scale_loss (clipped, or a second"
+    " backward() outside the block?) - the optimizer steps with the float32 gradients of the masters, which did not"
+    " change - clip amp.master_params(optimizer) instead of model.parameters(), and give each loss a block of its own,"
+    " or add the losses up.",
+    "half weights written in a step": "optimizer.step() itself wrote to the model's half weights - the step ends by"
+    " writing the float32 masters to them, and what it wrote is lost - write to the parameters of"
+    " optimizer.param_groups, which are the masters; or to the model after step(), or in a hook of"
+    " optimizer.register_step_post_hook.",
 }
 
 
 def warn_of(mistake: str) -> None:
-    """Warn of ``mistake``, one of those above, the first time."""
+    """Warn of ``mistake``, one of the above, the first time."""
     warn_once(mistake, _MISTAKES[mistake])
+
+
+def watch_more(losses: int) -> None:
+    """Watch the next blocks, for ``losses`` losses of a call of ``initialize``."""
+    if state.watch is None:
+        state.watch = Watch()
+    state.watch.blocks_left += WATCHED * losses
+
+
+class Bystander(NamedTuple):
+    """A gradient that waits for the step of another optimizer while a block is open, and its version before."""
+
+    optimizer: Optimizer
+    param: torch.Tensor
+    grad: torch.Tensor
+    version: int
+
+    def is_there(self) -> bool:
+        """Whether the gradient was not cleared or replaced."""
+        return self.param.grad is self.grad
+
+
+@dataclass(eq=False)
+class _Record:
+    """What the watch knows of one optimizer.
+
+    Attributes:
+        had_block: Whether there was a block since the last step.
+        had_gradients: Whether such a block gave any gradients.
+        used: The gradients in the model at the last step: a later step that finds one of them has no new one.
+        half_gradients: Id and version of each half gradient that a block has added to a master's.
+        sample: The smallest of them, and a copy: what is written through ``.data`` moves no version.
+        foreign: A gradient that a block of another optimizer has added to.
+    """
+
+    had_block: bool = False
+    had_gradients: bool = False
+    used: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    half_gradients: dict[Master, tuple[int, int]] = field(default_factory=dict)
+    sample: tuple[Master, torch.Tensor] | None = None
+    foreign: Bystander | None = None
+
+    def was_used(self, gradient: torch.Tensor) -> bool:
+        """Whether ``gradient`` was there at the last step."""
+        return any(_torch.tensor_of(used) is gradient for used in self.used)
+
+    def forget_half_gradients(self, masters: Sequence[Master]) -> None:
+        """Forget what was in the half gradients of ``masters``."""
+        for master in masters:
+            self.half_gradients.pop(master, None)
+        if self.sample is not None and self.sample[0] not in self.half_gradients:
+            self.sample = None
+
+
+class Watch:
+    """Look for mistakes in the first blocks; blocks and steps call it as long as ``state.watch`` is there.
+
+    Host syncs: only to tell a gradient that was zeroed from one that was edited.
+
+    Attributes:
+        blocks_left: How many blocks it has yet to see.
+    """
+
+    def __init__(self) -> None:
+        self.blocks_left = 0
+        self._records: weakref.WeakKeyDictionary[Optimizer, _Record] = weakref.WeakKeyDictionary()
+        self._bystanders: list[Bystander] = []
+        self._backward_calls: list[bool] | None = None
+        self._comparisons: list[_torch.HostCopy] = []  # of half gradients with their copies, on their way to the host
+
+    def _record_of(self, optimizer: Optimizer) -> _Record:
+        return self._records.setdefault(optimizer, _Record())
+
+    # -- a block -------------------------------------------------------------------------------------------------------
+    def look_before_block(self, optimizer: Optimizer) -> None:
+        """Look at what is in the gradients of ``optimizer`` before a block saves them."""
+        record = self._record_of(optimizer)
+        stash: AmpOptimizerState = optimizer._amp_stash
+        self._look_at_edits(record)
+        self._look_at_foreign(record)
+        if not record.had_block:
+            _look_at_plain_gradients(stash.leaves.masters, record)
+
+    def look_at_shared(self, optimizer: Optimizer) -> None:
+        """Look whether gradients that a block of ``optimizer`` drops have yet to be stepped with by others."""
+        own = optimizer._amp_stash.leaves
+        if not any(master.value.grad is not None for master in own.masters):
+            return
+        for other in state.optimizers.listed():
+            stash: AmpOptimizerState = other._amp_stash
+            waits = other is not optimizer and self._record_of(other).had_gradients and not stash.stepped
+            if waits and not own.ids().isdisjoint(stash.leaves.ids()):
+                warn_of("shared gradients dropped")
+
+    def look_at_loss(self, block: Block, scaled: torch.Tensor) -> None:
+        """Follow the backward passes of the ``scaled`` loss of ``block``."""
+        calls: list[bool] = []
+        self._backward_calls = None
+        if scaled.requires_grad:
+            self._backward_calls = calls
+            scaled.register_hook(lambda _grad: calls.append(True))  # type: ignore[no-untyped-call]
+        self._bystanders = [] if block.scalers[0].is_one else self._find_bystanders(block)
+
+    def _find_bystanders(self, block: Block) -> list[Bystander]:
+        """One gradient of each other optimizer that has yet to step with it."""
+        found = []
+        for other in state.optimizers.listed():
+            leaves = other._amp_stash.leaves
+            waits = other not in block.optimizers and self._record_of(other).had_gradients
+            if not waits or block.overlaps(leaves) or pending_in(leaves) or other._amp_stash.in_block:
+                continue
+            param = next((param for param in leaves.direct if param.grad is not None), None)
+            if param is not None and param.grad is not None:
+                found.append(Bystander(other, param, param.grad, param.grad._version))
+        return found
+
+    def look_after_block(self, block: Block, has_new_grads: bool) -> None:
+        """Look at what ``block`` has left, if its gradients were unscaled."""
+        self._look_at_bystanders()
+        if has_new_grads and self._backward_calls == []:
+            warn_of("unscaled loss in a block")
+        for record in self._records.values():
+            record.forget_half_gradients(block.leaves.masters)  # of others that share them
+        for optimizer in block.optimizers:
+            record = self._record_of(optimizer)
+            record.had_block = True
+            record.had_gradients = record.had_gradients or has_new_grads
+            _remember_half_gradients(record, optimizer._amp_stash.leaves.masters)
+        self._count_block()
+
+    def note_block(self, block: Block) -> None:
+        """Note that ``block`` gives gradients to its optimizers."""
+        for optimizer in block.optimizers:
+            record = self._record_of(optimizer)
+            record.had_block = True
+            record.had_gradients = True
+
+    def look_after_delayed(self, block: Block) -> None:
+        """Note that ``block`` has left its gradients scaled."""
+        self._look_at_bystanders()
+        self.note_block(block)
+        self._count_block()
+
+    def look_after_failure(self) -> None:
+        """Note that a block was left by an exception."""
+        self._look_at_bystanders()
+        self._count_block()
+
+    def _look_at_bystanders(self) -> None:
+        for bystander in self._bystanders:
+            if bystander.is_there() and bystander.grad._version != bystander.version:
+                seen = bystander._replace(version=bystander.grad._version)
+                self._record_of(bystander.optimizer).foreign = seen
+        self._bystanders = []
+
+    def _count_block(self) -> None:
+        self.blocks_left -= 1
+        if self.blocks_left <= 0:
+            state.watch = None
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+    def look_before_step(self, optimizer: Optimizer) -> None:
+        """Look at the gradients that ``optimizer`` is about to step with."""
+        stash: AmpOptimizerState = optimizer._amp_stash
+        record = self._record_of(optimizer)
+        self._look_at_edits(record)
+        self._look_at_foreign(record)
+        is_scaled = bool(stash.leaves.masters) or not all(scaler.is_one for scaler in stash.session.scalers)
+        gradients = [leaf.grad for leaf in stash.leaves.tensors() if leaf.grad is not None]
+        if is_scaled and record.had_block and not record.had_gradients:
+            warn_of("block without gradients")
+        elif is_scaled and not record.had_block and gradients and not record.was_used(gradients[0]):
+            warn_of("no block")
+        self._records[optimizer] = _Record(used=list(map(weakref.ref, gradients)))
+
+    def look_at_written(self, masters: Sequence[Master]) -> None:
+        """Look whether a step has written to half weights before ``masters`` are written to them."""
+        if any(master.written_copy() is Copy.HALF for master in masters):
+            warn_of("half weights written in a step")
+
+    # -- both ----------------------------------------------------------------------------------------------------------
+    def _look_at_edits(self, record: _Record) -> None:
+        """Warn where half gradients of ``record`` were written after their block."""
+        suspects = [
+            master
+            for master, (key, version) in record.half_gradients.items()
+            if (grad := master.half.grad) is not None and (id(grad) != key or grad._version != version)
+        ]
+        if record.sample is not None and not suspects:
+            self._comparisons.append(_comparison(*record.sample))
+        record.half_gradients = {}
+        record.sample = None
+        while self._comparisons and self._comparisons[0].arrived():
+            was_edited = self._comparisons.pop(0).read()[0]
+            if was_edited:
+                warn_of("half gradients edited")
+        if not all(map(_is_zeroed, suspects)):
+            warn_of("half gradients edited")
+
+    def _look_at_foreign(self, record: _Record) -> None:
+        """Warn where another optimizer's block has added to a gradient that is still there."""
+        foreign = record.foreign
+        record.foreign = None
+        if foreign is not None and foreign.is_there() and foreign.grad._version == foreign.version:
+            warn_of("scaled gradients of another block")
+
+
+def _look_at_plain_gradients(masters: Sequence[Master], record: _Record) -> None:
+    """Warn of gradients of half weights that no block gave: the block drops them."""
+    for master in masters:
+        gradient = master.half.grad
+        if gradient is None:
+            continue
+        is_of_no_block = not master.grad_shown and not record.was_used(gradient)
+        if is_of_no_block and gradient.any():  # zeros are cleared gradients
+            warn_of("plain gradients dropped")
+        return
+
+
+def _remember_half_gradients(record: _Record, masters: Sequence[Master]) -> None:
+    """Remember what a block has left in half weights, to notice edits."""
+    shown = [master for master in masters if master.grad_shown and master.half.grad is not None]
+    record.half_gradients = {master: (id(master.half.grad), master.half.grad._version) for master in shown}  # type: ignore[union-attr]
+    dense = [master for master in shown if not master.half.grad.is_sparse]  # type: ignore[union-attr]
+    if dense:
+        smallest = min(dense, key=lambda master: master.half.numel())
+        record.sample = (smallest, smallest.half.grad.clone())  # type: ignore[union-attr]
+
+
+def _comparison(master: Master, before: torch.Tensor) -> _torch.HostCopy:
+    """Whether the half gradient of ``master`` is another than ``before``, on its way to the host."""
+    grad = master.half.grad
+    if grad is None or grad.shape != before.shape or grad.device != before.device:
+        return _torch.HostCopy([before.new_zeros((), dtype=torch.float32)])
+    differs = (_torch.bits(grad) != _torch.bits(before)).any()
+    return _torch.HostCopy([differs.float()])
+
+
+def _is_zeroed(master: Master) -> bool:
+    """Whether ``zero_grad(set_to_none=False)`` has zeroed both gradients, which is no edit."""
+    grads = (master.half.grad, master.value.grad)
+    return all(grad is None or not _entries(grad).any() for grad in grads)
+
+
+def _entries(grad: torch.Tensor) -> torch.Tensor:
+    return grad._values() if grad.is_sparse else grad

@@ -8,12 +8,11 @@ Bound methods, with ``functools.wraps``: LR schedulers built before or after ``i
 
 from __future__ import annotations
 
-import copy
 import functools
 import types
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
-from typing import Any, NoReturn
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -21,12 +20,17 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.casts.contexts import CastsOff, save
-from ampcompat.amp.half.masters import Master, drop_cleared_gradients, master_of, push_all, zero_gradients
-from ampcompat.amp.scaling import block, legacy_methods, passes
+from ampcompat.amp.half.masters import master_of, push_all
+from ampcompat.amp.scaling import backward_methods, gradient_rules
+from ampcompat.amp.scaling.clearing import clear_by_optimizer
 from ampcompat.amp.scaling.closures import step_with_closure
-from ampcompat.amp.scaling.exchange import give_back_params, inner_optimizers, match_state
-from ampcompat.amp.scaling.gradient_sets import regroup, sets_of
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
+from ampcompat.amp.scaling.device_steps import report_all
+from ampcompat.amp.scaling.exchange import give_back_params, match_state
+from ampcompat.amp.scaling.gradient_rules import clear_pending
+from ampcompat.amp.scaling.gradients import open_block_of, pending_in
+from ampcompat.amp.scaling.leaves import leaves_of
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState, follow_groups
+from ampcompat.amp.scaling.scale_loss import under_amp
 from ampcompat.amp.scaling.session import Session
 from ampcompat.amp.scaling.steps import needs_no_amp, plain_step, scaled_step
 
@@ -34,61 +38,41 @@ from ampcompat.amp.scaling.steps import needs_no_amp, plain_step, scaled_step
 def attach(optimizer: Optimizer, session: Session) -> None:
     """Put ``optimizer`` under ``session``; one that an earlier call owned changes hands, with its gradients.
 
-    The caller calls ``regroup`` when it has attached all.
+    The caller calls ``follow_groups`` when it has attached all.
     """
-    earlier: AmpOptimizerState | None = getattr(optimizer, "_amp_stash", None)
-    # A copy, so that the earlier one can be put back if ``initialize`` fails.
-    stash = AmpOptimizerState(session) if earlier is None else copy.copy(earlier)
+    stash: AmpOptimizerState | None = getattr(optimizer, "_amp_stash", None)
+    if stash is None:
+        stash = AmpOptimizerState(session)
+        optimizer._amp_stash = stash
     stash.session = session
-    optimizer._amp_stash = stash
+    stash.groups = []  # to be looked up anew, at this level
     state.optimizers.live[optimizer] = None
     state.optimizers.disabled.pop(optimizer, None)
-    stash.adopt(optimizer)
-    match_state(optimizer)
     for name, action in _METHODS.items():
         setattr(optimizer, name, types.MethodType(action, optimizer))
     if not getattr(optimizer, "_amp_wrapped", False):
         optimizer._amp_wrapped = True
-        for name, method in (("step", step), ("zero_grad", _zero_grad), ("add_param_group", _add_param_group)):
+        for name, method in (("step", step), ("zero_grad", clear_by_optimizer), ("add_param_group", _add_param_group)):
             setattr(optimizer, name, types.MethodType(_wrap(getattr(optimizer, name), method), optimizer))
 
 
 def detach(optimizer: Optimizer) -> None:
     """Undo :func:`attach`, but for the wrappers of methods, which pass on.
 
-    Where gradients are still scaled (pending), and no other optimizer holds them, they are cleared.
+    Gradients that are still scaled are cleared, unless another optimizer holds some of the same tensors.
     """
     stash: AmpOptimizerState = optimizer._amp_stash
     stash.look_up(optimizer)
-    others = [other for other in state.optimizers.listed() if other is not optimizer]
-    theirs = sets_of(others)
-    for gradient_set in stash.sets:
-        if gradient_set.pending is not None and gradient_set not in theirs:
-            for leaf in gradient_set.leaves():
-                leaf.grad = None
-            gradient_set.note_cleared()
+    state.optimizers.live.pop(optimizer, None)
+    others = leaves_of(state.optimizers.listed())
+    for pending in pending_in(stash.leaves):
+        if not pending.overlaps(others):
+            clear_pending(pending)
     give_back_params(optimizer)
     match_state(optimizer)
     for name in ("_amp_stash", *_METHODS):
         vars(optimizer).pop(name, None)
-    state.optimizers.live.pop(optimizer, None)
-    regroup()
-
-
-def remember(optimizer: Optimizer, undo: ExitStack) -> None:
-    """Have ``undo`` put ``optimizer`` back as it is now: callbacks run in reverse order."""
-    undo.callback(regroup)
-    for each in (optimizer, *inner_optimizers(optimizer)):
-        for group in each.param_groups:
-            undo.callback(group["params"].__setitem__, slice(None), list(group["params"]))
-            for param in group["params"]:
-                undo.callback(setattr, param, "grad", param.grad)
-        undo.callback(each.state.update, dict(each.state))
-        undo.callback(each.state.clear)
-    undo.callback(vars(optimizer).update, dict(vars(optimizer)))
-    undo.callback(vars(optimizer).clear)
-    for members in (state.optimizers.live, state.optimizers.disabled):
-        undo.callback(members.setdefault if optimizer in members else members.pop, optimizer, None)
+    follow_groups()
 
 
 def _wrap(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,9 +101,8 @@ def step(optimizer: Optimizer, original: Callable[..., Any], closure: Any = None
     """
     stash: AmpOptimizerState = optimizer._amp_stash
     stash.look_up(optimizer)
-    for gradient_set in stash.sets:
-        if gradient_set.block is not None and not gradient_set.block.is_plain:
-            _refuse_in_block(optimizer, gradient_set.block)
+    if state.open_blocks:
+        _refuse_in_block(optimizer, stash)
     if closure is not None and not callable(closure):
         raise TypeError(
             f"optimizer.step got {type(closure).__name__} as closure - it must be callable - pass a function that"
@@ -134,11 +117,14 @@ def step(optimizer: Optimizer, original: Callable[..., Any], closure: Any = None
     with CastsOff() if casting else nullcontext():
         if needs_no_amp(stash):
             return plain_step(optimizer, stash, original, **kwargs)
-        return scaled_step(optimizer, stash, functools.partial(original, **kwargs))
+        return scaled_step(optimizer, stash, original, **kwargs)
 
 
-def _refuse_in_block(optimizer: Optimizer, open_block: Any) -> NoReturn:
-    """Refuse a step inside ``open_block``, which gives gradients to tensors of ``optimizer``."""
+def _refuse_in_block(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
+    """Refuse a step inside a block that gives gradients to tensors of ``optimizer``."""
+    open_block = open_block_of(stash.leaves)
+    if open_block is None or open_block.is_plain:
+        return
     if optimizer in open_block.optimizers:
         raise RuntimeError(
             "optimizer.step() inside its scale_loss block - gradients are still multiplied by the loss scale there -"
@@ -161,45 +147,14 @@ def step_was_skipped(optimizer: Any) -> bool:
     Args:
         optimizer: An optimizer, or a LARC around one; False for one that is not under amp.
     """
-    stash = getattr(block.under_amp(optimizer), "_amp_stash", None)
+    stash = getattr(under_amp(optimizer), "_amp_stash", None)
     if stash is None:
         return False
-    stash.report_all()
-    return bool(stash.last_step.skipped)
+    report_all(stash)
+    return bool(stash.skipped)
 
 
-# -- zero_grad, add_param_group ----------------------------------------------------------------------------------------
-@_torch.eager
-def _zero_grad(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Clear master gradients as asked, and the half gradients of the model with them."""
-    stash: AmpOptimizerState = optimizer._amp_stash
-    stash.look_up(optimizer)
-    if stash.masters:
-        drop_cleared_gradients(stash.masters)  # before what is None becomes zeros
-    original(*args, **kwargs)
-    if stash.masters:
-        _clear_half_gradients(stash.masters, *args, **kwargs)
-    for gradient_set in stash.sets:
-        gradient_set.note_cleared()
-
-
-@_torch.without_grad
-def _clear_half_gradients(masters: list[Master], *args: Any, **kwargs: Any) -> None:
-    """Clear the model's gradients as ``zero_grad`` has cleared those of masters: to None, or to zero."""
-    asked_for_zeros = (args and args[0] is False) or kwargs.get("set_to_none") is False
-    zeroed = []
-    for master in masters:
-        grad = master.half.grad
-        if grad is not None and (asked_for_zeros or master.value.grad is not None):
-            grad.detach_().zero_()
-            zeroed.append(master)
-        else:
-            master.half.grad = None
-            master.added_grad = None
-    if zeroed:
-        zero_gradients(zeroed)
-
-
+# -- add_param_group ----------------------------------------------------------------------------------------
 def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Add the group as torch does, then give its half params masters."""
     stash: AmpOptimizerState = optimizer._amp_stash
@@ -220,10 +175,10 @@ def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: 
 #: By apex's private names, but for the first. Masters exist since ``initialize``. Blocks call the last two, once a
 #: script has put its own in their place.
 _METHODS: dict[str, Callable[..., Any]] = {
-    "_amp_show_masters": passes.show_masters,
+    "_amp_show_masters": gradient_rules.show_masters,
     "_amp_lazy_init": lambda optimizer: optimizer._amp_stash.look_up(optimizer),
     "_lazy_init_maybe_master_weights": lambda optimizer: optimizer._amp_stash.look_up(optimizer),
-    "_master_params_to_model_params": lambda optimizer: push_all(optimizer._amp_stash.masters),
-    "_prepare_amp_backward": legacy_methods.prepare_amp_backward,
-    "_post_amp_backward": legacy_methods.post_amp_backward,
+    "_master_params_to_model_params": lambda optimizer: push_all(optimizer._amp_stash.leaves.masters),
+    "_prepare_amp_backward": backward_methods.prepare_amp_backward,
+    "_post_amp_backward": backward_methods.post_amp_backward,
 }

@@ -1,4 +1,4 @@
-"""Keep amp's own state of one optimizer, as ``optimizer._amp_stash``, and which tensors the optimizer holds.
+"""What amp keeps with one optimizer, as ``optimizer._amp_stash``, and which tensors the optimizer holds.
 
 apex kept the same there (``apex/amp/_process_optimizer.py: AmpOptimizerState``); attributes with apex's names go on
 working, since scripts test for them.
@@ -7,40 +7,28 @@ working, since scripts test for them.
 from __future__ import annotations
 
 import operator
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES, Optimizer
-from ampcompat.amp._amp_state import maybe_print
-from ampcompat.amp.half.masters import Master, master_of
-from ampcompat.amp.scaling.exchange import adopt_masters
-from ampcompat.amp.scaling.gradient_sets import GradientSet, GradientState, Overflow, Pending, regroup
+from ampcompat.amp.scaling.exchange import adopt_masters, match_state
+from ampcompat.amp.scaling.gradients import Overflow, open_block_of, pending_in
+from ampcompat.amp.scaling.leaves import Leaves
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session
+from ampcompat.amp.scaling.unscaling import add_saved
+
+#: Overflow flags that an optimizer keeps apart until it steps; more become one for each scaler.
+MAX_FLAGS = 1024
 
 #: A flag of a step that the device decided about, and the scale to name, both while they are copied to the host. No
 #: scaler: the flag tells of gradients that an earlier overflow has left.
 FlagCopy = tuple[LossScaler | None, _torch.HostCopy]
-
-
-@dataclass(eq=False, slots=True)
-class LastStep:
-    """What the last step of an optimizer, made or skipped, has left.
-
-    Attributes:
-        skipped: Whether it was skipped; None before the first step, and while only the device knows.
-        gradient_used: The first gradient in the model after the step. A step that finds the same one again had no new
-            gradient.
-    """
-
-    skipped: bool | None = None
-    gradient_used: weakref.ref[torch.Tensor] | None = None
 
 
 @dataclass(eq=False)
@@ -50,103 +38,83 @@ class AmpOptimizerState:
     Attributes:
         session: The call of ``initialize`` that owns it.
         groups: The params of each group, as last looked up.
-        masters: Masters of these params.
-        direct: Params without a master.
-        sets: Sets of ``masters`` and ``direct``, with the state of their gradients; some may be other optimizers' too.
+        leaves: Masters of these params, and params without a master.
+        shares: Whether another optimizer holds one of them, too.
+        overflows: Flags of blocks since the last step; one that is set skips the next.
+        suspect: Whether the next step looks at its gradients itself: an overflow may have left some, or another
+            optimizer's block.
+        stepped: Whether it has stepped with gradients that its masters keep for optimizers that share them.
+        skipped: Whether the last step was skipped; None before the first step, and while only the device knows.
+        undecided_steps: Steps that the device decided about, oldest first (see ``device_steps``).
+        dropped: Ids of params that came with a gradient, which was dropped, and not cleared by the script since.
+        part: The leaves that ``_post_amp_backward`` unscales while a block calls a script's own; None: all.
         saved_grads_taken: Whether a script's own ``_post_amp_backward`` has asked for saved gradients, to add them
             itself.
-        had_block: Whether there was a block since the last step.
-        last_step: What the last step has left.
-        undecided_steps: Steps that the device decided about, oldest first; the host has not read their flags yet. A
-            message says which were skipped with the next block or step, or when ``amp.step_was_skipped`` asks.
     """
 
     session: Session
     groups: list[list[torch.Tensor]] = field(default_factory=list)
-    masters: list[Master] = field(default_factory=list)
-    direct: list[torch.Tensor] = field(default_factory=list)
-    sets: list[GradientSet] = field(default_factory=list)
-    saved_grads_taken: bool = False
-    had_block: bool = False
-    last_step: LastStep = field(default_factory=LastStep)
+    leaves: Leaves = field(default_factory=Leaves)
+    shares: bool = False
+    overflows: list[Overflow] = field(default_factory=list)
+    suspect: bool = False
+    stepped: bool = False
+    skipped: bool | None = None
     undecided_steps: list[list[FlagCopy]] = field(default_factory=list)
+    dropped: set[int] = field(default_factory=set)
+    part: Leaves | None = None
+    saved_grads_taken: bool = False
 
     lazy_init_called = True  # apex's name: masters exist from ``initialize`` on
 
     @property
     def in_block(self) -> bool:
         """Whether a block is open that gives gradients to tensors of this optimizer."""
-        return any(each.block is not None for each in self.sets)
+        return open_block_of(self.leaves) is not None
 
-    def leaves(self) -> list[torch.Tensor]:
-        """The tensors that a backward pass gives gradients to."""
-        return [*[master.half for master in self.masters], *self.direct]
+    # -- events --------------------------------------------------------------------------------------------------------
+    def note_overflows(self, overflows: Sequence[Overflow]) -> None:
+        """Note the flags of a block: the next step is skipped if one of ``overflows`` is set."""
+        self.overflows = [*self.overflows, *overflows]
+        if len(self.overflows) > MAX_FLAGS:  # a script may never step
+            self.overflows = _one_per_scaler(self.overflows)
 
-    def has_state(self, wanted: GradientState) -> bool:
-        """Whether one of its sets is in the state ``wanted``."""
-        return wanted in [each.state for each in self.sets]
+    def forget_overflows(self) -> None:
+        """Forget the overflows of gradients that are gone."""
+        self.overflows = []
+        self.suspect = False
 
-    def first_gradient(self) -> torch.Tensor | None:
-        """The first gradient that there is in the model, by which a step tells new gradients from old."""
-        for master in self.masters:
-            if master.half.grad is not None:
-                return master.half.grad
-        for param in self.direct:
-            if param.grad is not None:
-                return param.grad
-        return None
+    def note_cleared(self) -> None:
+        """Note that all gradients were cleared or zeroed."""
+        self.forget_overflows()
+        self.stepped = False
+        self.dropped.clear()
 
-    @_torch.eager
     def note_step(self, skipped: bool | None) -> None:
-        """Note that the optimizer has stepped, or was skipped; None where only the device knows."""
-        gradient = self.first_gradient()
-        self.had_block = False
-        self.last_step.skipped = skipped
-        self.last_step.gradient_used = None if gradient is None else weakref.ref(gradient)
+        """Note that the optimizer has stepped, or was skipped; None: the device knows."""
+        self.skipped = skipped
         self.session.steps += 1
 
-    def was_used(self, gradient: torch.Tensor) -> bool:
-        """Whether ``gradient``, the first in the model, was there after the last step."""
-        used = self.last_step.gradient_used
-        return used is not None and _torch.tensor_of(used) is gradient
+    def drop_used_gradients(self, skipped: bool | None) -> None:
+        """Drop the gradients of masters after a step; of shared ones, when all holders have had their chance to step.
 
-    @contextmanager
-    def limited_to(self, sets: list[GradientSet]) -> Iterator[None]:
-        """Context in which ``sets`` are those of this optimizer."""
-        own = self.sets
-        self.sets = sets
-        try:
-            yield
-        finally:
-            self.sets = own
+        Gradients of other tensors stay, as in plain torch. After a skipped step, the next one looks at them.
+        """
+        has_overflowed = self.suspect or bool(self.overflows)
+        self.suspect = has_overflowed and skipped is not False
+        self.overflows = []
+        if self.shares:
+            self.stepped = True
+            return
+        for master in self.leaves.masters:
+            master.drop_gradient()
 
-    def take_saved(self, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The saved gradients of ``params``; the caller adds them."""
-        self.saved_grads_taken = True
-        saved = {id(param): grad for each in self.sets for param, grad in each.saved}
-        return [saved.get(id(param)) for param in params]
-
+    # -- what it holds -------------------------------------------------------------------------------------------------
     @_torch.eager
     def look_up(self, optimizer: Optimizer) -> None:
-        """Bring masters, direct params and sets up to date where the groups of ``optimizer`` changed.
-
-        Those of other optimizers follow theirs: a tensor may have gone from one to the other.
-        """
-        if self._is_up_to_date(optimizer):
-            return
-        for other in state.optimizers.listed():
-            stash: AmpOptimizerState = other._amp_stash
-            if not stash._is_up_to_date(other):
-                stash.adopt(other)
-        regroup()
-
-    def adopt(self, optimizer: Optimizer) -> None:
-        """Have ``optimizer`` hold masters of its half params, and note what it holds."""
-        self.masters = adopt_masters(optimizer, self.session)
-        sides = {id(tensor) for master in self.masters for tensor in (master.half, master.value)}
-        held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
-        self.direct = [param for key, param in held.items() if key not in sides]
-        self.groups = [list(group["params"]) for group in optimizer.param_groups]
+        """Follow the groups of ``optimizer`` where they have changed."""
+        if not self._is_up_to_date(optimizer):
+            follow_groups()
 
     def _is_up_to_date(self, optimizer: Optimizer) -> bool:
         """Whether the groups hold the very params that they held when they were last looked up."""
@@ -159,62 +127,46 @@ class AmpOptimizerState:
                 return False
         return True
 
-    def report_arrived(self) -> None:
-        """Say which earlier steps the device skipped, as far as their flags have reached the host."""
-        while self.undecided_steps and all(copied.arrived() for _, copied in self.undecided_steps[0]):
-            self._report(self.undecided_steps.pop(0))
-
-    def report_all(self) -> None:
-        """Say which earlier steps the device skipped. A host sync where flags have not reached the host."""
-        while self.undecided_steps:
-            self._report(self.undecided_steps.pop(0))
-
-    def _report(self, flags: list[FlagCopy]) -> None:
-        """Read the flags of one step, the oldest that was undecided, and say so if it was skipped."""
-        overflowed: list[tuple[LossScaler | None, float]] = []
-        for scaler, copied in flags:
-            flag, scale = copied.read()
-            if flag:
-                overflowed.append((scaler, scale))
-        is_last = not self.undecided_steps
-        if is_last and self.last_step.skipped is None:
-            self.last_step.skipped = bool(overflowed)
-        announce(overflowed)
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Put masters of half params into the groups of ``optimizer``, and note what it holds."""
+        masters = adopt_masters(optimizer, self.session)
+        match_state(optimizer)
+        sides = {id(tensor) for master in masters for tensor in (master.half, master.value)}
+        held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+        self.leaves = Leaves(masters, [param for key, param in held.items() if key not in sides])
+        self.groups = [list(group["params"]) for group in optimizer.param_groups]
 
     # -- by apex's names -----------------------------------------------------------------------------------------------
     @property
     def params_have_scaled_gradients(self) -> bool:
         """Whether ``param.grad`` holds gradients that a later block, or the step, unscales.
 
-        Scripts write it beside a backward pass of their own. False: what is there is unscaled, or nothing is; gradients
-        of half parameters are then dropped by the next block, as in apex. True: it is scaled by the first loss scaler.
+        Scripts write False: they have unscaled or cleared what is there. Gradients of half parameters are then dropped
+        by the next block, as under apex.
         """
-        return self.has_state(GradientState.PENDING)
+        block = open_block_of(self.leaves)
+        return bool(pending_in(self.leaves)) or (block is not None and block.took_pending)
 
     @params_have_scaled_gradients.setter
     def params_have_scaled_gradients(self, value: bool) -> None:
-        if bool(value) == self.params_have_scaled_gradients:
-            return
-        scaler = self.session.scalers[0]
-        pending = Pending(scaler.scale_on(), {scaler: None})
-        for each in self.sets:
-            if value:
-                each.mark_pending(pending)
-            elif each.pending is not None:
-                each.add_saved()
-                each.note_unscaled()
+        if value and not self.params_have_scaled_gradients:
+            raise RuntimeError(
+                "params_have_scaled_gradients = True - only a scale_loss block knows by what gradients are scaled -"
+                " write `with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled: scaled.backward()`."
+            )
+        if not value:
+            for pending in pending_in(self.leaves):
+                state.pending.remove(pending)
+                add_saved(pending.saved)
 
     @property
     def already_patched(self) -> bool:
-        """Whether the next step will be skipped: one host sync for each overflow flag.
+        """Whether an overflow skips the next step: one host sync for each flag.
 
         Writing it changes nothing. apex patched ``step`` to skip, and skipped none of those that a script had marked as
         patched.
         """
-        if self.has_state(GradientState.LOST):
-            return True
-        flags: list[Overflow] = [overflow for each in self.sets for overflow in each.overflows]
-        return any(flag.item() for _, flag in flags)
+        return any(flag.item() for _, flag in self.overflows)
 
     @already_patched.setter
     def already_patched(self, value: bool) -> None:
@@ -223,65 +175,103 @@ class AmpOptimizerState:
     @property
     def all_fp16_params(self) -> list[torch.Tensor]:
         """Half params: those with masters; all of them where there are no masters."""
-        with_masters = [master.half for master in self.masters]
-        return with_masters or [param for param in self.direct if param.dtype in HALF_DTYPES]
+        with_masters = [master.half for master in self.leaves.masters]
+        return with_masters or [param for param in self.leaves.direct if param.dtype in HALF_DTYPES]
 
     @property
     def all_fp32_from_fp16_params(self) -> list[torch.Tensor]:
         """Masters."""
-        return [master.value for master in self.masters]
+        return [master.value for master in self.leaves.masters]
 
     @property
     def all_fp32_params(self) -> list[torch.Tensor]:
         """Params that are float32 in the model."""
-        return [param for param in self.direct if param.dtype == torch.float32]
+        return [param for param in self.leaves.direct if param.dtype == torch.float32]
 
     @property
     def all_fp16_grad_stash(self) -> list[torch.Tensor | None]:
         """Unscaled gradients of half params from before the block, for a script's own ``_post_amp_backward``."""
-        return self.take_saved(self.all_fp16_params)
+        return self._take_saved(self.all_fp16_params)
 
     @property
     def all_fp32_grad_stash(self) -> list[torch.Tensor | None]:
         """The same of float32 params."""
-        return self.take_saved(self.all_fp32_params)
+        return self._take_saved(self.all_fp32_params)
 
     all_fp32_from_fp32_params = all_fp32_params
     all_fp32_from_fp32_grad_stash = all_fp32_grad_stash
 
-    @property
-    def fp16_groups(self) -> list[list[torch.Tensor]]:
-        """Half params with masters, by group."""
-        masters_by_group = [map(master_of, params) for params in self.groups]
-        return [[master.half for master in masters if master is not None] for masters in masters_by_group]
+    def _take_saved(self, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The saved gradients of ``params``; the caller adds them."""
+        self.saved_grads_taken = True
+        block = open_block_of(self.leaves)
+        saved = {} if block is None else block.saved
+        return [saved.get(param) for param in params]
 
     @property
-    def fp32_from_fp16_groups(self) -> list[list[torch.Tensor]]:
-        """Masters, by group."""
-        return [[param for param in params if master_of(param) is not None] for params in self.groups]
+    def fp16_groups(self) -> NoReturn:
+        """Refused: apex's lists of params by group."""
+        raise AttributeError(
+            "optimizer._amp_stash has no fp16_groups, fp32_from_fp16_groups or fp32_from_fp32_groups - amp keeps no"
+            " lists by group - use all_fp16_params and all_fp32_from_fp16_params, or optimizer.param_groups, which hold"
+            " the masters."
+        )
 
-    @property
-    def fp32_from_fp32_groups(self) -> list[list[torch.Tensor]]:
-        """Float32 params without a master, by group."""
-
-        def is_direct(param: torch.Tensor) -> bool:
-            return param.dtype == torch.float32 and master_of(param) is None
-
-        return [list(filter(is_direct, params)) for params in self.groups]
+    fp32_from_fp16_groups = fp16_groups
+    fp32_from_fp32_groups = fp16_groups
 
 
-def announce(overflowed: list[tuple[LossScaler | None, float]]) -> None:
-    """Say of which scalers an overflow skipped a step, in apex's words (``apex/amp/handle.py: scale_loss``).
+def _one_per_scaler(overflows: list[Overflow]) -> list[Overflow]:
+    """One of ``overflows`` for each scaler, whose flag tells whether any of them is set."""
+    by_scaler: dict[LossScaler | None, list[torch.Tensor]] = {}
+    for scaler, flag in overflows:
+        by_scaler.setdefault(scaler, []).append(flag)
+    return [Overflow(scaler, _torch.any_of(flags)) for scaler, flags in by_scaler.items()]
 
-    With no scaler, the step was skipped for gradients that an earlier overflow has left.
+
+# -- groups that change ------------------------------------------------------------------------------------------------
+def follow_groups(unscaled: Set[int] = frozenset()) -> None:
+    """Follow the groups of all optimizers under amp where they have changed: a tensor may have gone to another.
+
+    A tensor that comes to an optimizer, and that none held, may have a gradient: blocks give gradients to every tensor
+    of a loss, and unscale those of their optimizers. Where losses are scaled, such a gradient is dropped.
+
+    Args:
+        unscaled: Ids of tensors that no block can have reached: those of models that come under amp now.
     """
-    for scaler, scale in dict(overflowed).items():
-        if scaler is None:
-            maybe_print(
-                "Gradient overflow.  Skipping step, gradients of an earlier overflow were not cleared - call"
-                " zero_grad() after a skipped step (D40)."
-            )
-        else:
-            maybe_print(
-                f"Gradient overflow.  Skipping step, loss scaler {scaler.loss_id} reducing loss scale to {scale}"
-            )
+    optimizers = state.optimizers.listed()
+    known = {key for optimizer in optimizers for key in optimizer._amp_stash.leaves.ids()}
+    known.update(unscaled)
+    known.update(key for pending in state.pending for key in pending.leaves.ids())
+    for optimizer in optimizers:
+        stash: AmpOptimizerState = optimizer._amp_stash
+        if stash._is_up_to_date(optimizer):
+            continue
+        stash.adopt(optimizer)
+        if not state.has_scaled:
+            continue
+        stash.suspect = True  # an overflow may have left gradients of what it holds now
+        stash.dropped |= _drop_gradients(stash.leaves.part(stash.leaves.ids() - known))
+    _note_shared(optimizers)
+
+
+def _drop_gradients(newcomers: Leaves) -> set[int]:
+    """Drop the gradients of ``newcomers``; return the ids of the model's tensors that had one."""
+    dropped = set()
+    for master in newcomers.masters:
+        master.drop_gradient()
+    for leaf in newcomers.tensors():
+        if leaf.grad is not None:
+            leaf.grad = None
+            dropped.add(id(leaf))
+    return dropped
+
+
+def _note_shared(optimizers: list[Optimizer]) -> None:
+    """Note which of ``optimizers`` hold a leaf that another one holds, too."""
+    holders: dict[int, int] = {}
+    for optimizer in optimizers:
+        for key in optimizer._amp_stash.leaves.ids():
+            holders[key] = holders.get(key, 0) + 1
+    for optimizer in optimizers:
+        optimizer._amp_stash.shares = any(holders[key] > 1 for key in optimizer._amp_stash.leaves.ids())

@@ -100,7 +100,6 @@ class LossScaler:
             largest=max_loss_scale,
         )
         self.loss_id = loss_id
-        self.watched_blocks = 0  # how many blocks had their loss watched (see ``misuse``)
         self._overflows = _Overflows()
         self._cached_inverse: tuple[float, torch.Tensor] | None = None  # a scale in host memory, and 1 / scale
 

@@ -1,26 +1,27 @@
-"""The gradients of one set in a ``scale_loss`` block: saved, rescaled, unscaled, added to their masters'.
+"""Gradients of a ``scale_loss`` block: saved, rescaled, unscaled, added to their masters'.
 
-What the two copies of a half weight hold, at levels with masters:
+Gradient 2 at scale 1024, then gradient 3 in a second block, at levels with masters:
 
 ====================================  ==========================================  =====================================
 when                                  ``p.grad`` of the half weight               ``grad`` of its master, unscaled
 ====================================  ==========================================  =====================================
-block begins (:func:`save_grads`)     None                                        the sum of earlier blocks
-backward pass                         the gradient of this pass, half, scaled     the sum of earlier blocks
-block ends (:func:`unscale_new`)      as it is: half, scaled, of this pass alone  the sum with this pass, in float32
-it gave none (:func:`mirror_to_half`) the sum of earlier blocks, scaled, rounded  the sum of earlier blocks
-the pass raises (``passes.undo``)     the sum of earlier blocks, scaled, rounded  the sum of earlier blocks
+first block, after ``backward``       2048                                        None
+it ends (:func:`unscale_new`)         2048, until it is cleared                   2
+second block begins                   None                                        2
+after ``backward``                    3072                                        2
+it ends                               3072: this pass alone                       5
+or it gave this weight no gradient    2048: the sum, shown scaled                 2
+or its body raised                    2048: the sum, shown scaled                 2
 ``step``, made or skipped             as it is, until it is cleared               None
 ====================================  ==========================================  =====================================
 
 A float32 parameter has ``p.grad`` alone. It is saved while a block is open, and the new one, unscaled in place, is
-added to it at the end.
+added to it at the end: 2048, 2, None, 3072, 5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence, Set
 from operator import attrgetter
 
 import torch
@@ -28,10 +29,10 @@ import torch
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp.half.chunks import in_chunks
-from ampcompat.amp.half.masters import Master, drop_cleared_gradients
-from ampcompat.amp.scaling import misuse
+from ampcompat.amp.half.masters import Master
 from ampcompat.amp.scaling.adapter import Adapter
-from ampcompat.amp.scaling.gradient_sets import GradientSet, Pending
+from ampcompat.amp.scaling.gradients import ScaledGradients
+from ampcompat.amp.scaling.leaves import Leaves
 from ampcompat.amp.scaling.scaler import LossScaler
 
 HalfGradients = dict[Master, torch.Tensor]  # by the master that they belong to
@@ -39,61 +40,69 @@ _GRAD = attrgetter("grad")
 _IS_SPARSE = attrgetter("is_sparse")
 
 
-def follow_half_gradients(gradient_set: GradientSet) -> None:
-    """Clear masters' gradients whose half gradient a script has cleared; warn of one that it edited: they stay."""
-    if gradient_set.masters and drop_cleared_gradients(gradient_set.masters):
-        misuse.warn_of("half gradients edited")
-
-
 # -- before a backward pass --------------------------------------------------------------------------------------------
-def save_grads(gradient_set: GradientSet) -> None:
-    """Take unscaled gradients out of ``param.grad``; those of half params are in their masters already."""
-    for master in gradient_set.masters:
-        master.added_grad = None
-        master.half.grad = None
-    for param in gradient_set.direct:
+def save_grads(leaves: Leaves, saved: dict[torch.Tensor, torch.Tensor], scaled: Set[int] = frozenset()) -> None:
+    """Take unscaled gradients out of ``p.grad``, into ``saved``; masters have those of half weights already.
+
+    Args:
+        leaves: Whose gradients.
+        saved: Is filled.
+        scaled: Ids of leaves whose gradients are scaled already, and stay.
+    """
+    for master in leaves.masters:
+        half = master.half
+        if half.grad is None:
+            if master.grad_shown:
+                master.drop_gradient()  # a script has cleared it in the model
+        elif id(half) not in scaled:
+            half.grad = None
+            master.grad_shown = False
+    for param in leaves.direct:
         grad = param.grad
-        if grad is None:
+        if grad is None or id(param) in scaled:
             continue
         if _torch.is_window(grad):  # DDP's gradient_as_bucket_view overwrites the bucket in the next backward pass
             grad = grad.clone()
-        gradient_set.saved.append((param, grad))
+        saved[param] = grad
         param.grad = None
 
 
-def rescale_pending(gradient_set: GradientSet, pending: Pending, scaler: LossScaler) -> None:
-    """Bring ``pending`` gradients to the scale of a block that adds to them.
+def rescale(gradients: ScaledGradients, scaler: LossScaler) -> None:
+    """Bring scaled ``gradients`` to the scale of ``scaler``, whose block adds to them.
 
     Where the ratio of the two scales is a power of two, as it is unless a script wrote one, this loses no bit of a
     gradient that stays within the normal range of its dtype.
     """
-    is_current = pending.scale is scaler.core.scale
-    is_one = scaler.is_one and pending.scalers.keys() == {scaler}
-    if not is_current and not is_one:
-        scaled = [_entries(param.grad) for param in gradient_set.leaves() if param.grad is not None]
-        if state.adapters:
-            scaled = list(map(_torch.local_part, scaled))
-        for adapter in state.adapters:
-            scaled += adapter.unsynced_gradients(gradient_set.leaves())
-        with torch.no_grad():
-            for grad in scaled:
-                was = pending.scale.to(grad.device, non_blocking=True)
-                grad.mul_(scaler.scale_on(grad.device) / was)
-    gradient_set.pending = replace(pending, scale=scaler.scale_on(pending.scale.device))
+    before = gradients.scale
+    is_one = scaler.is_one and gradients.scalers == [scaler]
+    if before is None or is_one or before is scaler.core.scale:
+        return
+    tensors = gradients.leaves.tensors()
+    scaled = [_entries(param.grad) for param in tensors if param.grad is not None]
+    if state.adapters:
+        scaled = list(map(_torch.local_part, scaled))
+    for adapter in state.adapters:
+        scaled += adapter.unsynced_gradients(tensors)
+    with torch.no_grad():
+        for grad in scaled:
+            grad.mul_(scaler.scale_on(grad.device) / before.to(grad.device, non_blocking=True))
 
 
 # -- after a backward pass ---------------------------------------------------------------------------------------------
-def unscale_new(gradient_set: GradientSet, scaler: LossScaler, scale: torch.Tensor | None) -> bool:
-    """Unscale the new gradients of a set, and add them to older ones; return whether there were any.
+def unscale_new(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) -> bool:
+    """Unscale the new gradients of ``leaves``, and add those of half weights to their masters'.
 
     Args:
-        gradient_set: Its saved gradients are added.
+        leaves: Whose gradients.
         scaler: Notes inf and NaN.
         scale: What the gradients were multiplied by; None where nothing was scaled.
+
+    Returns:
+        Whether there were any.
     """
-    masters = gradient_set.masters
+    masters = leaves.masters
     half_gradients = {master: grad for master in masters if (grad := master.half.grad) is not None}
-    direct_grads = _direct_grads(gradient_set.direct)
+    direct_grads = _direct_grads(leaves.direct)
     if state.adapters:
         direct_grads = list(map(_torch.local_part, direct_grads))
     has_new_grads = bool(half_gradients or direct_grads)
@@ -105,13 +114,18 @@ def unscale_new(gradient_set: GradientSet, scaler: LossScaler, scale: torch.Tens
         scaler.unscale_grads(direct_grads, scale)
     if scale is not None:
         for adapter in state.adapters:
-            _share_overflow(adapter, scaler, gradient_set.direct)
+            _share_overflow(adapter, scaler, leaves.direct)
     if len(half_gradients) < len(masters):
-        drop_cleared_gradients(masters)  # a script may zero gradients in the block, and then clear some
-        mirror_to_half(masters, scale)
-    if gradient_set.saved:
-        gradient_set.add_saved()
+        drop_cleared(masters)  # a script may zero gradients in the block, and then clear some
+        show_sums(masters, scale)
     return has_new_grads
+
+
+def add_saved(saved: dict[torch.Tensor, torch.Tensor]) -> None:
+    """Add the gradients that were ``saved`` to those that came since."""
+    for param, old in saved.items():
+        param.grad = old if param.grad is None else _torch.sum_of(param.grad, old)
+    saved.clear()
 
 
 def _share_overflow(adapter: Adapter, scaler: LossScaler, params: list[torch.Tensor]) -> None:
@@ -170,7 +184,7 @@ def _add_to_masters(
     sums: list[torch.Tensor] = []
     addends: list[torch.Tensor] = []
     for (master, half), grad in zip(half_gradients.items(), grads, strict=True):
-        master.note_added(half)
+        master.grad_shown = True
         accumulated = master.value.grad
         if accumulated is None:
             master.value.grad = grad
@@ -202,15 +216,22 @@ def _can_add_half(half_gradients: HalfGradients) -> bool:
     return all(grad is not None and not grad.is_sparse for grad in accumulated)
 
 
-def mirror_to_half(masters: Sequence[Master], scale: torch.Tensor | None) -> None:
+def show_sums(masters: Sequence[Master], scale: torch.Tensor | None) -> None:
     """Show in the model, where there is no gradient, what its master has accumulated; a script may clear it there."""
     for master in masters:
         grad = master.value.grad
-        if grad is not None and master.half.grad is None:
-            scaled = grad if scale is None else grad * scale.to(grad.device)
-            shown = scaled.to(master.dtype)
-            master.half.grad = shown
-            master.note_added(shown)
+        if grad is None or master.half.grad is not None:
+            continue
+        scaled = grad if scale is None else grad * scale.to(grad.device)
+        master.half.grad = scaled.to(master.dtype)
+        master.grad_shown = True
+
+
+def drop_cleared(masters: Iterable[Master]) -> None:
+    """Drop the gradients of masters where the model showed them, and a script has cleared them there."""
+    for master in masters:
+        if master.grad_shown and master.half.grad is None:
+            master.drop_gradient()
 
 
 def _entries(grad: torch.Tensor) -> torch.Tensor:

@@ -214,6 +214,8 @@ def test_an_optimizer_made_anew_takes_the_place_of_the_old_one(delay_unscale):
     amp.initialize(model, new, opt_level="O2", verbosity=0, loss_scale=2.0**12)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        if not delay_unscale:
+            new.zero_grad()  # else their gradients are dropped, with a warning
         for seed in (2, 3):
             backward(model, new, seed)
             new.step()
@@ -238,7 +240,7 @@ def test_a_loss_that_cannot_be_scaled_leaves_the_block_closed():
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_step_that_cannot_unscale_moves_nothing(level, monkeypatch, capsys):
-    """Unscaling pending gradients raises in ``step``: they are dropped, and the next step is skipped."""
+    """Unscaling pending gradients raises in ``step``: they are dropped, and the next step has nothing to use."""
     model, optimizer = start(level)
     before = [p.detach().clone() for p in amp.master_params(optimizer)]
     backward(model, optimizer, 1, delay_unscale=True)
@@ -247,14 +249,13 @@ def test_a_step_that_cannot_unscale_moves_nothing(level, monkeypatch, capsys):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("ampcompat.amp.scaling.passes.unscale_new", fail)
+        patch.setattr("ampcompat.amp.scaling.gradient_rules.unscale_new", fail)
         with pytest.raises(MemoryError):
             optimizer.step()
     assert all(p.grad is None for p in (*model.parameters(), *amp.master_params(optimizer)))
     optimizer.step()
-    assert amp.step_was_skipped(optimizer)
     assert same(before, [p.detach() for p in amp.master_params(optimizer)])
-    assert "the next step is skipped" in capsys.readouterr().out
+    assert "its gradients are cleared" in capsys.readouterr().out
     backward(model, optimizer, 1)
     assert_close(level, grads(optimizer), summed(level, 1))
 
@@ -332,8 +333,7 @@ def test_a_block_whose_exit_raises_is_closed(level, capsys):
     with pytest.raises(KeyboardInterrupt):
         backward(model, optimizer)
     Failing.fails = False
-    optimizer.step()
-    assert amp.step_was_skipped(optimizer)
+    assert all(p.grad is None for p in model.parameters())
     assert "its gradients are cleared" in capsys.readouterr().out
     backward(model, optimizer)
     optimizer.step()

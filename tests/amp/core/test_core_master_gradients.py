@@ -3,6 +3,7 @@
 import pytest
 import torch
 from core_kit import backward, same, sgd, start
+from internals import end_watch
 from torch.utils.weak import TensorWeakRef
 
 from ampcompat import _torch, amp
@@ -71,6 +72,7 @@ def passes_of_two_parts(parts):
     model.forward = lambda x, part: sum(model[i](x) for i in part)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    end_watch()
     ops, sums = [], [None] * 4
     for part in parts:
         manager = amp.scale_loss(model(torch.randn(8, 4), part).square().mean(), optimizer)

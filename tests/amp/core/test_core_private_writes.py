@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from core_kit import backward, loss_of, masters, net, same, start, train
+from core_kit import backward, masters, net, same, start, train
 from internals import reset
 
 from ampcompat import amp
@@ -174,20 +174,6 @@ def test_dropping_pending_gradients_keeps_earlier_ones():
     assert same([p.grad for p in model.parameters()], one)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_scaled_gradients_that_a_script_made_itself(level):
-    """``params_have_scaled_gradients = True``: a backward pass outside of a block, of a scaled loss."""
-    model, optimizer, by_amp = started_with_gradients(level)
-    (loss_of(model, 1).float() * 128.0).backward()
-    optimizer._amp_stash.params_have_scaled_gradients = True
-    assert optimizer._amp_stash.params_have_scaled_gradients is True
-    before = masters(optimizer)
-    optimizer.step()
-    moved = [(b - a) for a, b in zip(masters(optimizer), before, strict=True)]  # rounded as weights are
-    assert all(torch.allclose(m, 0.1 * g, atol=1e-7) for m, g in zip(moved, by_amp, strict=True))
-    assert optimizer._amp_stash.params_have_scaled_gradients is False
-
-
 @pytest.mark.parametrize("written", [True, False])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_already_patched_can_be_written_and_changes_no_step(level, written):
@@ -200,3 +186,16 @@ def test_already_patched_can_be_written_and_changes_no_step(level, written):
     stash.already_patched = written
     optimizer.step()
     assert amp.step_was_skipped(optimizer) is True
+
+
+def test_gradients_cannot_be_declared_scaled():
+    """By what, only a block knows."""
+    _, optimizer = start("O1")
+    with pytest.raises(RuntimeError, match=r"params_have_scaled_gradients = True - .* - write `with amp.scale_loss"):
+        optimizer._amp_stash.params_have_scaled_gradients = True
+
+
+def test_lists_by_group_are_not_kept():
+    _, optimizer = start("O2")
+    for name in ("fp16_groups", "fp32_from_fp16_groups", "fp32_from_fp32_groups"):
+        assert not hasattr(optimizer._amp_stash, name)

@@ -212,7 +212,7 @@ def test_gradients_that_the_scripts_own_keeps_skip_the_step_after_an_overflow():
     assert all(param.isfinite().all() for param in model.parameters())
 
 
-def test_a_failing_one_is_told_of_and_skips_the_step(capsys):
+def test_a_failing_one_is_told_of(capsys):
     model, optimizer = start("O2")
 
     def fail(scaler):
@@ -223,6 +223,5 @@ def test_a_failing_one_is_told_of_and_skips_the_step(capsys):
     scaled.__enter__().backward()
     with pytest.raises(ZeroDivisionError):
         scaled.__exit__(None, None, None)
-    assert "its gradients are cleared, and the next step is skipped" in capsys.readouterr().out
-    optimizer.step()
-    assert amp.step_was_skipped(optimizer)
+    assert "its gradients are cleared" in capsys.readouterr().out
+    assert all(p.grad is None for p in (*model.parameters(), *amp.master_params(optimizer)))

@@ -10,7 +10,6 @@ from core_kit import same
 from internals import is_in_block, keep_few_flags, overflow_flags
 from seeded import seeded
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import amp
 
@@ -87,6 +86,7 @@ def test_gradients_of_the_users_own_are_stepped_with():
     block(model, 0, [a, b])
     a.step()
     b.step()
+    a.zero_grad()
     for p in amp.master_params(a):
         p.grad = torch.ones_like(p)
     before = values(model)
@@ -119,7 +119,7 @@ def test_an_optimizer_that_never_steps_doubles_no_gradient(clears, waits):
             if clears or number:  # until the first step, gradients of both add up, as in plain torch
                 assert same(expected, [p.grad for p in amp.master_params(new)])
             new.step()
-    dropped = [warning for warning in told if "make place for the new" in str(warning.message)]
+    dropped = [warning for warning in told if "make room for the new" in str(warning.message)]
     assert len(dropped) == (not clears and waits == "alive")
 
 
@@ -154,16 +154,6 @@ def test_a_new_optimizer_beside_one_that_never_stepped(again, clears):
 
 
 # -- overflows -----------------------------------------------------------------------------------------------------
-def test_the_script_that_decides_by_itself_decides_for_all():
-    """``delay_overflow_check``, and ``update_scale`` by hand."""
-    model, a, b = start()
-    block(model, 0, a, INF, delay_overflow_check=True)
-    amp._amp_state.loss_scalers[0].update_scale()
-    block(model, 1, b)
-    b.step()
-    assert not amp.step_was_skipped(b)
-
-
 def test_few_flags_are_kept_for_an_optimizer_that_never_steps(monkeypatch):
     keep_few_flags(monkeypatch, 4)
     model, a, b = start()
@@ -224,7 +214,7 @@ def test_a_step_with_closure_does_not_use_gradients_again():
     block(model, 0, [a, b])
     a.step()
     before = values(model)
-    with pytest.warns(UserWarning, match="make place for the new"):
+    with pytest.warns(UserWarning, match="make room for the new"):
         a.step(lambda: 0.0)
     assert moved(before, model) == ["encoder.1"]  # float32: as in plain torch
 
@@ -252,31 +242,6 @@ def test_a_failed_block_of_both_keeps_what_had_accumulated(level):
     for p, grad in kept:
         assert (p.grad is None) == (grad is None)
         assert grad is None or torch.equal(p.grad, grad)
-
-
-class OutOfMemory(TorchDispatchMode):
-    """Fails the unscaling at a block's end."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "non_finite_check_and_unscale" in func.name():
-            raise MemoryError
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_lost_gradients_skip_one_step_of_an_optimizer_beside_one_that_never_steps(level):
-    model, a, b = start(level)
-    failing = amp.scale_loss(loss_of(model, 0), [a, b])
-    failing.__enter__().backward()
-    with pytest.raises(MemoryError), OutOfMemory():
-        failing.__exit__(None, None, None)
-    skipped = []
-    for _ in range(3):
-        a.zero_grad()
-        block(model, 0, a)
-        a.step()
-        skipped.append(amp.step_was_skipped(a))
-    assert skipped == [True, False, False]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

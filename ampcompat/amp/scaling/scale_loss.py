@@ -1,6 +1,6 @@
 """``scale_loss``: one backward pass, from a scaled loss to unscaled gradients.
 
-``gradient_sets`` has the table of what a block does to gradients, ``passes`` does it. apex did the same in
+``gradient_rules`` has the table of what a block does to gradients. apex did the same in
 ``apex/amp/handle.py: scale_loss``.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set, ValuesView
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,8 +18,9 @@ from ampcompat._types import Optimizer, is_optimizer
 from ampcompat.amp.casts.ambience import assert_ambience
 from ampcompat.amp.hints import add_hint
 from ampcompat.amp.observers import notify
-from ampcompat.amp.scaling import misuse, passes
-from ampcompat.amp.scaling.gradient_sets import GradientSet, GradientState, all_sets, note_scaled, regroup, sets_of
+from ampcompat.amp.scaling import gradient_rules
+from ampcompat.amp.scaling.gradients import Block, open_block_of, pending_in
+from ampcompat.amp.scaling.leaves import Leaves, leaves_of
 from ampcompat.amp.scaling.scaler import LossScaler, check_scaler
 from ampcompat.amp.scaling.session import DISABLED, Session
 
@@ -57,7 +58,7 @@ def scale_loss(
         TypeError: ``loss`` is not a floating tensor, or an optimizer is not one.
         IndexError: ``loss_id`` is not below ``num_losses``.
 
-    No host sync, but to name a misuse in the first blocks. At exit the *new* gradients are unscaled, by the scale of
+    No host sync, except for misuse checks in the first 16 blocks. At exit the *new* gradients are unscaled, by the scale of
     the block's entry, and added to what had accumulated; overflow is noted and the scale moves; the step after an
     overflow is skipped.
 
@@ -77,7 +78,7 @@ def scale_loss(
     if type(scaler) is not LossScaler:  # a script has put it there
         check_scaler(scaler, loss_id)
     scaler.loss_id = loss_id  # it may have been put there by hand
-    return Block(loss, used_optimizers, scaler, delay_unscale, moves_scale=not delay_overflow_check)
+    return ScaleLoss(loss, used_optimizers, scaler, delay_unscale, moves_scale=not delay_overflow_check)
 
 
 def _refuse_loss_id(loss_id: object, count: int) -> NoReturn:
@@ -88,27 +89,19 @@ def _refuse_loss_id(loss_id: object, count: int) -> NoReturn:
     )
 
 
-class Block:
-    """One ``scale_loss`` block: idle, then open, then done.
+class ScaleLoss:
+    """The context of one ``scale_loss`` block: idle, then open, then done.
 
     Attributes:
         loss: The script's loss, until it is scaled.
-        optimizers: Those whose parameters the block gives gradients to.
-        scaler: Whose scale the loss is multiplied by.
-        delay: Whether its end leaves gradients scaled (``delay_unscale``).
-        moves_scale: Whether its end moves the scale; else the next transition counts the overflow.
-        entered: Whether it was entered.
-        is_plain: Whether it leaves gradients to torch: the scale is always one, and there are no masters.
-        scale: What the loss was multiplied by; None: nothing was scaled.
-        backward_calls: One True for each backward pass of the scaled loss; None where that is not watched.
-        bystanders: Of other sets whose gradients wait for a step, one gradient each; none where that is not watched.
+        optimizers: The optimizers whose parameters the block gives gradients to.
+        scaler: The loss is multiplied by its scale.
+        delay: Whether the end leaves gradients scaled (``delay_unscale``).
+        moves_scale: Whether the end moves the scale; else the next transition counts the overflow.
+        block: What is open; None before.
     """
 
-    entered = False
-    is_plain = False
-    scale: torch.Tensor | None = None
-    backward_calls: list[bool] | None = None
-    bystanders: Sequence[Bystander] = ()
+    block: Block | None = None
 
     def __init__(
         self, loss: torch.Tensor, optimizers: list[Optimizer], scaler: LossScaler, delay: bool, moves_scale: bool
@@ -123,165 +116,119 @@ class Block:
     @_torch.eager
     def __enter__(self) -> torch.Tensor:
         """Save older gradients for the backward pass; return the scaled loss."""
-        if self.entered:
+        if self.block is not None:
             raise RuntimeError(
                 "a scale_loss block was entered twice - it is for one backward pass - call amp.scale_loss(loss,"
                 " optimizer) for each."
             )
-        self.entered = True
         casts = state.casts
         if casts.device_types and torch.is_autocast_enabled(casts.device_types[0]) != (casts.ambient is not None):
             assert_ambience()
-        self._update_sets()
-        sets = sets_of(self.optimizers)
-        needs_scale = self._needs_scale(sets)
-        self.is_plain = not needs_scale and not self._has_masters()
-        self._refuse_inside_another(sets)
-        if state.observers:
-            notify("on_scale_loss", self.loss, self.scaler, self.optimizers)
-        if self.is_plain:
-            for gradient_set in sets:
-                gradient_set.begin_block(self)
-            return self.loss.float()
-        try:
-            passes.begin(self.optimizers, self, self.scaler, self.delay)
-            return self._scale_loss() if needs_scale else self.loss.float()
-        except BaseException:
-            self._undo()
-            raise
-
-    def _update_sets(self) -> None:
-        """Bring gradient sets up to date: groups may have changed, or an optimizer may be gone."""
         for optimizer in self.optimizers:
             optimizer._amp_stash.look_up(optimizer)
-        if len(state.optimizers.live) != state.optimizers.grouped:
-            regroup()
+        block = Block(leaves_of(self.optimizers), [self.scaler], optimizers=self.optimizers)
+        needs_scale = self._needs_scale(block.leaves)
+        block.is_plain = not needs_scale and not self._has_masters()
+        if state.open_blocks:
+            _refuse_inside_another(block)
+        if state.observers:
+            notify("on_scale_loss", self.loss, self.scaler, self.optimizers)
+        self.block = block
+        state.open_blocks.append(block)
+        if block.is_plain:
+            if state.watch is not None:
+                state.watch.note_block(block)
+            return self.loss.float()
+        try:
+            gradient_rules.begin(block, self.delay)
+            return self._scale_loss(block) if needs_scale else self.loss.float()
+        except BaseException:
+            state.open_blocks.remove(block)
+            gradient_rules.undo_begin(block)
+            raise
 
-    def _refuse_inside_another(self, sets: Sequence[GradientSet]) -> None:
-        """Refuse a block inside one that gives gradients to the same tensors, unless both are plain."""
-        for gradient_set in sets:
-            outer = gradient_set.block
-            if outer is not None and not (outer.is_plain and self.is_plain):
-                _refuse_inner_block(outer.optimizers, self.optimizers)
-
-    def _needs_scale(self, sets: Sequence[GradientSet]) -> bool:
+    def _needs_scale(self, leaves: Leaves) -> bool:
         """Whether the loss is multiplied by a scale at all."""
-        if not self.scaler.is_one:
+        if not self.scaler.is_one or pending_in(leaves):
             return True
-        return any(each.pending is not None or each.overflows for each in sets)
+        return any(optimizer._amp_stash.overflows for optimizer in self.optimizers)
 
     def _has_masters(self) -> bool:
         for optimizer in self.optimizers:
             stash = optimizer._amp_stash
-            if stash.masters or stash.session.policy.master_weights:
+            if stash.leaves.masters or stash.session.policy.master_weights:
                 return True
         return False
 
-    def _scale_loss(self) -> torch.Tensor:
-        """Return the loss times the scale, which the exit divides by; have a backward pass of another loss noticed."""
+    def _scale_loss(self, block: Block) -> torch.Tensor:
+        """Return the loss times the scale, which the exit divides by."""
         scaler = self.scaler
         scaled = scaler.scale_loss(self.loss)
-        self.scale = scaler.core.scale
+        block.scale = scaler.core.scale
         if scaler.dynamic or scaler.core.initial != 1.0:
-            note_scaled()
-        del self.loss  # free its memory with the script's own reference
-        if scaler.watched_blocks < misuse.WATCHED and scaled.requires_grad:
-            scaler.watched_blocks += 1
-            calls: list[bool] = []
-            self.backward_calls = calls
-            self.bystanders = _bystanders(sets_of(self.optimizers))
-            scaled.register_hook(lambda _grad: calls.append(True))  # type: ignore[no-untyped-call]
+            state.has_scaled = True
+        del self.loss  # so that it is freed when the script drops it
+        if state.watch is not None:
+            state.watch.look_at_loss(block, scaled)
         return scaled
 
     # -- exit ----------------------------------------------------------------------------------------------------------
     @_torch.eager
     def __exit__(self, kind: object, error: BaseException | None = None, trace: object = None) -> None:
         """Unscale the new gradients, or leave them scaled; or, after an exception, undo the block."""
-        for bystander in self.bystanders:
-            bystander.look()
+        block = self.block
+        if block is None:
+            raise RuntimeError("a scale_loss block was left that was not entered - write `with amp.scale_loss(...)`.")
         if kind is not None:
-            self._undo()
+            state.open_blocks.remove(block)
+            if not block.is_plain:
+                gradient_rules.put_back(block)
+                if state.watch is not None:
+                    state.watch.look_after_failure()
             if isinstance(error, Exception):
                 if state.observers:
                     notify("on_failure", error)
                 add_hint(error)
             return
-        sets = self._sets()
-        if self.is_plain:
-            for gradient_set in sets:
-                gradient_set.end_block()
-                gradient_set.note_new(has_new_grads=True)
-            stays_scaled = False
-        else:
-            stays_scaled = self._end(sets)
+        stays_scaled = not block.is_plain and self._end(block)
+        if block.is_plain:
+            state.open_blocks.remove(block)
         if state.observers and not stays_scaled:
             notify("on_gradients", self.scaler, self.optimizers)
 
-    def _sets(self) -> list[GradientSet]:
-        """The sets that the block was opened for; some of their tensors may have gone to other optimizers since."""
-        return [each for each in all_sets() if each.block is self]
-
-    def _end(self, sets: Sequence[GradientSet]) -> bool:
+    def _end(self, block: Block) -> bool:
         """Unscale the new gradients, or leave them scaled for a later block; return whether they stay scaled."""
         try:
-            is_unsynced = any(adapter.defers_sync(each.leaves()) for adapter in state.adapters for each in sets)
-            stays_scaled = self.delay or is_unsynced
-            if stays_scaled and not any(each.state is GradientState.LOST for each in sets):
-                passes.leave_pending(sets, self.scaler, self.scale, is_unsynced)
-                return True
-            has_new_grads = passes.end(sets, self.optimizers, self.scaler, self.scale, self.moves_scale)
+            is_unsynced = False
+            stays_scaled = self.delay
+            if state.adapters:
+                leaves = block.leaves.tensors()
+                is_unsynced = any(adapter.defers_sync(leaves) for adapter in state.adapters)
+                waits_for_script = any(adapter.leaves_sync_to_script(leaves) for adapter in state.adapters)
+                stays_scaled = self.delay or is_unsynced or waits_for_script
+            if stays_scaled:
+                gradient_rules.leave_pending(block, is_unsynced)
+            else:
+                has_new_grads = gradient_rules.end(block, self.moves_scale)
         except BaseException:
-            passes.lose(sets, self.scaler)
+            gradient_rules.clear_half_unscaled(block)
             raise
         finally:
-            passes.note_users(self.optimizers)
-        is_unused = self.backward_calls is not None and not self.backward_calls
-        if has_new_grads and is_unused:
-            misuse.warn_of("unscaled loss in a block")
-        return False
-
-    def _undo(self) -> None:
-        """Put gradients back to what they were at entry, as far as they can be: the block raised."""
-        sets = self._sets()
-        if self.is_plain:
-            for gradient_set in sets:
-                gradient_set.end_block()
-            return
-        self.scaler.forget_found_inf()
-        passes.undo(sets, self.scale)
+            state.open_blocks.remove(block)
+        if state.watch is not None:
+            if stays_scaled:
+                state.watch.look_after_delayed(block)
+            else:
+                state.watch.look_after_block(block, has_new_grads)
+        return stays_scaled
 
 
-class Bystander(NamedTuple):
-    """A gradient that waits for the step of another optimizer while a block is open, and its version before.
-
-    Only of tensors without masters: a half gradient that is written after its block is noticed at the step.
-    """
-
-    gradient_set: GradientSet
-    param: torch.Tensor
-    grad: torch.Tensor
-    version: int
-
-    def look(self) -> None:
-        """Note in its set where the block has added to it."""
-        is_there = self.param.grad is self.grad
-        if is_there and self.grad._version != self.version:
-            self.gradient_set.has_foreign_gradients = True
-
-
-def _bystanders(sets: Sequence[GradientSet]) -> list[Bystander]:
-    """One gradient of each set outside ``sets`` that has yet to be stepped with."""
-    if len(state.optimizers.live) < 2:
-        return []
-    bystanders = []
-    for other in all_sets():
-        if other.state is not GradientState.UNSCALED or other.block is not None or other in sets:
-            continue
-        for param in other.direct:
-            if param.grad is not None:
-                bystanders.append(Bystander(other, param, param.grad, param.grad._version))
-                break
-    return bystanders
+def _refuse_inside_another(block: Block) -> None:
+    """Refuse a block inside one that gives gradients to the same tensors, unless both are plain."""
+    outer = open_block_of(block.leaves)
+    if outer is None or (outer.is_plain and block.is_plain):
+        return
+    _refuse_inner_block(outer.optimizers, block.optimizers)
 
 
 def _refuse_inner_block(outer: Sequence[Optimizer], inner: Sequence[Optimizer]) -> NoReturn:

@@ -1,0 +1,58 @@
+"""The hooks that a script has registered around optimizers' updates."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.optim import optimizer as module
+
+
+def has_step_hooks(optimizer: Any) -> bool:
+    """Whether a hook runs before or after the update in ``optimizer.step()``, of this optimizer or of all."""
+    own = vars(optimizer)
+    return bool(
+        own.get("_optimizer_step_pre_hooks")
+        or own.get("_optimizer_step_post_hooks")
+        or module._global_optimizer_pre_hooks
+        or module._global_optimizer_post_hooks
+    )
+
+
+@contextmanager
+def around_update(
+    optimizer: Any, before: Callable[[], None], after: Callable[[], None], later: Callable[[], None]
+) -> Iterator[None]:
+    """Context for one ``step()``.
+
+    Args:
+        optimizer: Whose step.
+        before: Is called when all pre-hooks have run.
+        after: Is called before any post-hook; at the end, where no hook runs since torch has not hooked the class.
+        later: Is called in the place of ``after`` for the step of a subclass, where that of its base was hooked, too.
+    """
+    calls: list[Callable[[], None]] = []
+
+    def run_before(*_: object) -> None:
+        before()
+
+    def run_after(*_: object) -> None:
+        calls.append(later if calls else after)
+        calls[-1]()
+
+    own = vars(optimizer)
+    pre_hooks: Any = own.setdefault("_optimizer_step_pre_hooks", OrderedDict())
+    post_hooks: Any = own.setdefault("_optimizer_step_post_hooks", OrderedDict())
+    key = object()
+    pre_hooks[key] = run_before
+    post_hooks[key] = run_after
+    post_hooks.move_to_end(key, last=False)
+    try:
+        yield
+    finally:
+        del pre_hooks[key]
+        del post_hooks[key]
+    if not calls:
+        after()

@@ -1,0 +1,88 @@
+"""``zero_grad`` of an optimizer, of a model and of a module in one: the gradients of masters follow.
+
+apex cleared both in ``optimizer.zero_grad`` (``apex/amp/_process_optimizer.py``), and knew nothing of ``model.zero_grad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ampcompat import _torch
+from ampcompat._state import state
+from ampcompat._types import Optimizer
+from ampcompat.amp.half.masters import Master, master_of
+from ampcompat.amp.scaling.gradient_rules import note_cleared
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
+from ampcompat.amp.scaling.unscaling import drop_cleared
+
+
+@_torch.eager
+def clear_by_optimizer(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Clear gradients of masters as asked, by the ``original`` method, and the half gradients of the model with them."""
+    stash: AmpOptimizerState = optimizer._amp_stash
+    stash.look_up(optimizer)
+    masters = stash.leaves.masters
+    if masters:
+        drop_cleared(masters)  # before what is None becomes zeros
+    original(*args, **kwargs)
+    if masters:
+        asked_for_zeros = (args and args[0] is False) or kwargs.get("set_to_none") is False
+        _clear_half_gradients(masters, bool(asked_for_zeros))
+    if stash.shares or state.open_blocks or state.pending:
+        note_cleared(stash.leaves.ids())
+    else:
+        stash.note_cleared()
+
+
+@_torch.without_grad
+def _clear_half_gradients(masters: list[Master], asked_for_zeros: bool) -> None:
+    """Clear the model's gradients as ``zero_grad`` has cleared the gradients of masters: to None, or to zero."""
+    zeroed = []
+    for master in masters:
+        grad = master.half.grad
+        if grad is not None and (asked_for_zeros or master.value.grad is not None):
+            grad.detach_().zero_()
+            zeroed.append(master)
+        else:
+            master.half.grad = None
+            master.grad_shown = False
+    if zeroed:
+        _zero_masters_gradients(zeroed)
+
+
+@_torch.without_grad
+def _zero_masters_gradients(masters: Iterable[Master]) -> None:
+    """Set masters' gradients to zero where ``zero_grad(set_to_none=False)`` has zeroed the model's.
+
+    They are not dropped: as in plain torch, momentum and weight decay move a weight whose gradient is zero.
+    """
+    for master in masters:
+        if master.half.grad is None:
+            continue
+        if master.value.grad is None:
+            master.value.grad = torch.zeros_like(master.value)
+        else:
+            master.value.grad.zero_()
+        master.grad_shown = True
+
+
+def watch_modules() -> None:
+    """Follow ``zero_grad`` of modules, until a reset."""
+    state.patch_once(_torch.watch_zero_grad, _clear_by_module)
+
+
+def _clear_by_module(module: torch.nn.Module, set_to_none: bool) -> None:
+    """Clear the gradients of masters in ``module``, whose own ``zero_grad`` has cleared the model's."""
+    params = list(module.parameters())
+    for param in params:
+        master = master_of(param)
+        if master is None:
+            continue
+        if set_to_none or master.half.grad is None:  # in an open block it is None, and what had accumulated goes
+            master.drop_gradient()
+        else:
+            _zero_masters_gradients([master])
+    note_cleared(set(map(id, params)))
