@@ -25,9 +25,9 @@ class Table(NamedTuple):
 GRADIENTS: Final = Table(
     head=("event", "nothing pending", "pending gradients in its leaves"),
     rows=(
-        ("block begins", "older gradients are saved", "rescaled if all their leaves are the block's, else unscaled"),
-        ("block ends", "new ones are unscaled, saved ones added", "the same, in one pass"),
-        ("block ends with an overflow", "its optimizers skip a step, other holders look", "the same"),
+        ("block begins", "older gradients are saved", "rescaled; unscaled if they only overlap"),
+        ("block ends", "unscaled, saved ones added", "the same, in one pass"),
+        ("block ends with an overflow", "a step is skipped; other holders look", "the same"),
         ("block gives no gradient", "saved ones come back", "unscaled"),
         ("ends with `delay_unscale`", "new ones are pending", "pending together"),
         ("ends in DDP's `no_sync`", "new ones are pending", "pending together"),
@@ -35,7 +35,7 @@ GRADIENTS: Final = Table(
         ("end of the block raises", "None: a step does not use them", "None"),
         ("`step`", "used; dropped from masters", "unscaled, then used"),
         ("`step` after an overflow", "skipped; dropped from masters", "unscaled, then skipped"),
-        ("`step` of one of two holders", "used; masters keep them for the other", "unscaled, then used"),
+        ("`step` of one of two holders", "used; masters keep them", "unscaled, then used"),
         ("`zero_grad`", "gone, with what is known of them", "gone"),
         ("`p.grad` cleared", "the rest is used", "the rest is unscaled"),
         ("`p.grad` edited", "used, not by masters", "unscaled as they are now"),

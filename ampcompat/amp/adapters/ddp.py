@@ -96,7 +96,8 @@ class _Ddp(Adapter):
         )
 
     def leaves_sync_to_script(self, leaves: Sequence[torch.Tensor]) -> bool:
-        return _hold_any(leaves, [wrapper for wrapper in state.models.ddp or () if _is_left_to_script(wrapper)])
+        wrappers = state.models.ddp or ()
+        return _hold_any(leaves, [wrapper for wrapper in wrappers if _is_left_to_script(wrapper)])
 
 
 def _is_left_to_script(wrapper: Any) -> bool:

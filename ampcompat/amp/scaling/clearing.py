@@ -1,6 +1,7 @@
 """``zero_grad`` of an optimizer, of a model and of a module in one: the gradients of masters follow.
 
-apex cleared both in ``optimizer.zero_grad`` (``apex/amp/_process_optimizer.py``), and knew nothing of ``model.zero_grad``.
+apex cleared both in ``optimizer.zero_grad`` (``apex/amp/_process_optimizer.py``), and the model's alone in
+``model.zero_grad``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ampcompat.amp.scaling.unscaling import drop_cleared
 
 @_torch.eager
 def clear_by_optimizer(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Clear gradients of masters as asked, by the ``original`` method, and the half gradients of the model with them."""
+    """Clear gradients as asked: of masters, by the ``original`` method, and with them those of the model."""
     stash: AmpOptimizerState = optimizer._amp_stash
     stash.look_up(optimizer)
     masters = stash.leaves.masters

@@ -115,7 +115,7 @@ class _Evaluations:
         return loss
 
     def have_overflowed(self) -> bool:
-        """Make the gradients ready for a step; whether they overflowed. The flags say nothing of the next evaluation."""
+        """Make the gradients ready for a step, and forget the flags; return whether one was set."""
         stash = self._stash
         make_ready(self._optimizer, stash)
         flags = flags_of(stash)

@@ -3,26 +3,26 @@
 Nearly always nothing is pending, and the first column tells all. ``gradients`` says who owns what is scaled,
 ``unscaling`` where the numbers are.
 
-==============================  ==============================================  ===========================================================
-event                           nothing pending                                 pending gradients in its leaves
-==============================  ==============================================  ===========================================================
-block begins                    older gradients are saved                       rescaled if all their leaves are the block's, else unscaled
-block ends                      new ones are unscaled, saved ones added         the same, in one pass
-block ends with an overflow     its optimizers skip a step, other holders look  the same
-block gives no gradient         saved ones come back                            unscaled
-ends with ``delay_unscale``     new ones are pending                            pending together
-ends in DDP's ``no_sync``       new ones are pending                            pending together
-block raises                    as it began                                     lost, with a warning
-end of the block raises         None: a step does not use them                  None
-``step``                        used; dropped from masters                      unscaled, then used
-``step`` after an overflow      skipped; dropped from masters                   unscaled, then skipped
-``step`` of one of two holders  used; masters keep them for the other           unscaled, then used
-``zero_grad``                   gone, with what is known of them                gone
-``p.grad`` cleared              the rest is used                                the rest is unscaled
-``p.grad`` edited               used, not by masters                            unscaled as they are now
-``load_state_dict``             as they are                                     as they are
-a param joins with a gradient   dropped where losses are scaled                 as they are
-==============================  ==============================================  ===========================================================
+==============================  =====================================  =======================================
+event                           nothing pending                        pending gradients in its leaves
+==============================  =====================================  =======================================
+block begins                    older gradients are saved              rescaled; unscaled if they only overlap
+block ends                      unscaled, saved ones added             the same, in one pass
+block ends with an overflow     a step is skipped; other holders look  the same
+block gives no gradient         saved ones come back                   unscaled
+ends with ``delay_unscale``     new ones are pending                   pending together
+ends in DDP's ``no_sync``       new ones are pending                   pending together
+block raises                    as it began                            lost, with a warning
+end of the block raises         None: a step does not use them         None
+``step``                        used; dropped from masters             unscaled, then used
+``step`` after an overflow      skipped; dropped from masters          unscaled, then skipped
+``step`` of one of two holders  used; masters keep them                unscaled, then used
+``zero_grad``                   gone, with what is known of them       gone
+``p.grad`` cleared              the rest is used                       the rest is unscaled
+``p.grad`` edited               used, not by masters                   unscaled as they are now
+``load_state_dict``             as they are                            as they are
+a param joins with a gradient   dropped where losses are scaled        as they are
+==============================  =====================================  =======================================
 
 A block takes each tensor once, also where several of its optimizers hold it. An optimizer that shares tensors with
 another finds their gradients in its masters until it has stepped with them; the other one, too. Its next block begins

@@ -16,7 +16,7 @@ class Leaves:
     """What one or several optimizers train, as the model holds it: each tensor once.
 
     Attributes:
-        masters: Masters of the half tensors; their gradients are in ``master.half.grad``, then in ``master.value.grad``.
+        masters: Masters of the half tensors.
         direct: The tensors without a master, which optimizers step themselves.
     """
 

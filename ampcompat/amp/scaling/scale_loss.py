@@ -58,9 +58,9 @@ def scale_loss(
         TypeError: ``loss`` is not a floating tensor, or an optimizer is not one.
         IndexError: ``loss_id`` is not below ``num_losses``.
 
-    No host sync, except for misuse checks in the first 16 blocks. At exit the *new* gradients are unscaled, by the scale of
-    the block's entry, and added to what had accumulated; overflow is noted and the scale moves; the step after an
-    overflow is skipped.
+    No host sync, except for misuse checks in the first 16 blocks. At exit the *new* gradients are unscaled, by the
+    scale of the block's entry, and added to what had accumulated; overflow is noted and the scale moves; the step after
+    an overflow is skipped.
 
     When the block raises, unscaled gradients are as at its entry. Scaled ones of ``delay_unscale`` or of DDP's
     ``no_sync`` are lost with those of the failed backward pass, and a warning says so. Where the scale is always 1,

@@ -183,7 +183,7 @@ def _add_to_masters(
         scaler.unscale_grads(direct_grads + entries, scale)
     sums: list[torch.Tensor] = []
     addends: list[torch.Tensor] = []
-    for (master, half), grad in zip(half_gradients.items(), grads, strict=True):
+    for master, grad in zip(half_gradients, grads, strict=True):
         master.grad_shown = True
         accumulated = master.value.grad
         if accumulated is None:

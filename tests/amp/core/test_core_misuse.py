@@ -47,7 +47,7 @@ def clipping_half_gradients(model, optimizer):
 
 NO_BLOCK = "optimizer.step() with gradients, but no scale_loss block of this optimizer since its last step - "
 NO_GRADIENT = "optimizer.step() after scale_loss blocks that gave this optimizer no gradient - "
-EDITED = "Gradients of the model's half parameters changed after scale_loss (clipped, or a second backward() outside the block?) - "
+EDITED = "Gradients of the model's half parameters changed after scale_loss (clipped, or a second backward() outside"
 BLOCK = "write `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`."
 MISTAKES = {
     without_a_block: (["O1", "O2"], NO_BLOCK, BLOCK),
