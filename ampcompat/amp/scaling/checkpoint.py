@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from ampcompat._log import say, warn_once
 from ampcompat._state import state
 from ampcompat.amp._amp_state import maybe_print
-from ampcompat.amp.options import is_scale
+from ampcompat.amp.options import is_scale, number
 from ampcompat.amp.scaling.scaler import LossScaler
 
 _PREFIX = "loss_scaler"
@@ -110,17 +109,13 @@ def _entry(name: str, parts: object) -> Entry:
             f"amp.load_state_dict: {name}={parts!r} - it must be a dict with 'loss_scale' and 'unskipped' - pass what"
             " amp.state_dict() returned."
         )
-    scale = parts["loss_scale"]
-    unskipped = parts["unskipped"]
-    try:
-        value = float(scale)
-        count = int(unskipped)
-    except Exception:  # whatever a foreign object raises
-        value = math.nan
-        count = -1
-    if not is_scale(value) or not 0 <= count < 2**31:
+    scale = number(parts["loss_scale"])
+    unskipped = number(parts["unskipped"])
+    is_count = unskipped.is_integer() and 0 <= unskipped < 2**31
+    if not is_scale(scale) or not is_count:
         raise ValueError(
-            f"amp.load_state_dict: {name} has loss_scale={scale!r}, unskipped={unskipped!r} - a positive finite number"
-            " and a count are needed - the checkpoint is damaged; leave the amp part out to start from the defaults."
+            f"amp.load_state_dict: {name} has loss_scale={parts['loss_scale']!r}, unskipped={parts['unskipped']!r} - a"
+            " positive finite number and a count are needed - the checkpoint is damaged; leave the amp part out to"
+            " start from the defaults."
         )
-    return value, count
+    return scale, int(unskipped)

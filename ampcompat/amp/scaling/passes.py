@@ -114,7 +114,7 @@ def _make_transitions(
     """Have every scaler of a backward pass count it; return the flags that steps must look at."""
     if scale is None:  # a static scale of one
         if moves_scale:
-            scaler.core.count_clean_pass()
+            scaler.count_clean_pass()
         return []
     found_inf = scaler.take_found_inf()
     overflows: list[Overflow] = []

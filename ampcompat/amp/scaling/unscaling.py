@@ -67,7 +67,7 @@ def rescale_pending(gradient_set: GradientSet, pending: Pending, scaler: LossSca
     Where the ratio of the two scales is a power of two, as it is unless a script wrote one, this loses no bit of a
     gradient that stays within the normal range of its dtype.
     """
-    is_current = pending.scale is scaler.core.scale
+    is_current = pending.scale is scaler.scale
     is_one = scaler.is_one and pending.scalers.keys() == {scaler}
     if not is_current and not is_one:
         scaled = [_entries(param.grad) for param in gradient_set.leaves() if param.grad is not None]
