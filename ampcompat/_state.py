@@ -136,6 +136,8 @@ class OptimizerIndex:
         has_others: Whether some of these are held by no optimizer.
         grouped: How many optimizers there were when sets were last made.
         has_scaled: Whether a loss was multiplied by a scale.
+        may_hold_dropped: Whether a call has come since those that a script has dropped were last collected: they are
+            reference cycles, their methods are bound to them.
     """
 
     live: weakref.WeakKeyDictionary[Optimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
@@ -145,6 +147,7 @@ class OptimizerIndex:
     has_others: bool = False
     grouped: int = 0
     has_scaled: bool = False
+    may_hold_dropped: bool = False
 
     def listed(self) -> list[Optimizer]:
         """Those under amp, in the order of their ``initialize`` calls."""
@@ -166,7 +169,8 @@ class State:
         warned: Keys of the warnings and notes already given (see :func:`ampcompat._log.warn_once`).
         view: What ``amp._amp_state`` shows.
         session: The latest call of ``initialize``.
-        loaded_scalers: Scale and clean passes that were loaded before any ``initialize``.
+        loaded_scalers: Scales and clean passes that were loaded before the calls of ``initialize`` that made their
+            scalers.
         models: Models under amp.
         optimizers: Optimizers under amp.
         masters: Index from tensors to masters.

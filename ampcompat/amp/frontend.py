@@ -358,7 +358,7 @@ def _take_over(session: Session, objects: _Objects) -> None:
             session.begin_casts()
             if session.policy.master_weights:
                 watch_torch()
-            _apply_loaded_scalers(session)
+            checkpoint.restore_after_initialize(session)
         undo.pop_all()
     if session.enabled:
         watch_modules()
@@ -416,10 +416,3 @@ def _release_optimizer(optimizer: Optimizer) -> None:
     if "_amp_stash" in vars(optimizer):
         amp_optimizer.detach(optimizer)
     state.optimizers.disabled[optimizer] = None
-
-
-def _apply_loaded_scalers(session: Session) -> None:
-    """Restore the scalers of ``session`` from what was loaded before any ``initialize``."""
-    if state.loaded_scalers is not None:
-        checkpoint.apply(state.loaded_scalers, session.scalers)
-        state.loaded_scalers = None

@@ -41,7 +41,9 @@ def attach(optimizer: Optimizer, session: Session) -> None:
     stash = AmpOptimizerState(session) if earlier is None else copy.copy(earlier)
     stash.session = session
     optimizer._amp_stash = stash
-    state.optimizers.live[optimizer] = None
+    state.optimizers.live.pop(optimizer, None)
+    state.optimizers.live[optimizer] = None  # the latest call's come last
+    state.optimizers.may_hold_dropped = True
     state.optimizers.disabled.pop(optimizer, None)
     stash.adopt(optimizer)
     match_state(optimizer)
