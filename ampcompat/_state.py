@@ -129,10 +129,13 @@ class OptimizerIndex:
     Attributes:
         live: Those under amp; :meth:`listed` reads them at a third of the cost of iterating.
         disabled: Those given to ``initialize(enabled=False)``.
+        may_hold_dropped: Whether a call has come since those that a script has dropped were last collected: they are
+            reference cycles, their methods are bound to them.
     """
 
     live: weakref.WeakKeyDictionary[Optimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
     disabled: weakref.WeakKeyDictionary[Optimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
+    may_hold_dropped: bool = False
 
     def listed(self) -> list[Optimizer]:
         """Those under amp, in the order of their ``initialize`` calls."""
@@ -154,7 +157,8 @@ class State:
         warned: Keys of the warnings and notes already given (see :func:`ampcompat._log.warn_once`).
         view: What ``amp._amp_state`` shows.
         session: The latest call of ``initialize``.
-        loaded_scalers: Scale and clean passes that were loaded before any ``initialize``.
+        loaded_scalers: Scales and clean passes that were loaded before the calls of ``initialize`` that made their
+            scalers.
         models: Models under amp.
         optimizers: Optimizers under amp.
         masters: Index from tensors to masters.

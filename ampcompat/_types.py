@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 #: The dtypes that "half" stands for.
 HALF_DTYPES = (torch.float16, torch.bfloat16)
-#: The optimization levels, for annotations: a checker refuses any other string.
-OptLevel: TypeAlias = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
 #: A param group, as torch has it: ``"params"``, and hyperparameters by name.
 ParamGroup: TypeAlias = dict[str, Any]
 #: What an optimizer is made of. torch's ``ParamsT`` is a union of iterables, of which mypy does not infer the type of a

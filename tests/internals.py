@@ -111,7 +111,7 @@ def skipped_as_far_as_known(optimizer):
 
 def delayed_overflow_flags(scaler):
     """How many flags of overflows wait for a block that does not delay its check."""
-    return len(scaler._overflows.delayed)
+    return len(scaler._delayed)
 
 
 def overflow_flags(optimizer):

@@ -91,7 +91,7 @@ STATE_CHANGES: Final = Table(
         ("`backward`", "-", "-", "-", "-", "`half.grad`: scaled"),
         (
             "block ends",
-            "`_overflows.last`: the flag; `core.scale`: a new tensor; `core.clean_passes`: one more, or 0",
+            "`_last_pass`: the flag; `scale`: a new tensor; `clean_passes`: one more, or 0, a new tensor",
             "`block`: None; `state`: UNSCALED; `overflows`: and the flag; `users`: and the optimizer",
             "-",
             "-",

@@ -30,11 +30,12 @@ from ampcompat._torch.arithmetic import (
     fused_sgd_,
     has_fused_kernels,
     host_value,
+    inverse_of,
     is_capturing,
     is_window,
     sum_of,
     unscale_and_check_,
-    update_scale_,
+    updated_scale,
     widened,
     without_grad,
 )

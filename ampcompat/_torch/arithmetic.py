@@ -49,9 +49,9 @@ fused_sgd_ = torch._fused_sgd_
 #: ``(grads, found_inf, inverse_scale)``: multiply ``grads`` (one device, one dtype, dense) in place, and set
 #: ``found_inf`` to 1 on any inf or NaN.
 unscale_and_check_ = torch._amp_foreach_non_finite_check_and_unscale_
-#: ``(scale, tracker, found, growth, backoff, interval)``: move ``scale`` and count in ``tracker``, as
-#: ``GradScaler.update`` does, on their device.
-update_scale_ = torch._amp_update_scale_
+#: ``(scale, tracker, found_inf, growth, backoff, interval)``: the scale and the tracker that ``GradScaler.update``
+#: would leave, as new tensors on their device.
+updated_scale = torch.ops.aten._amp_update_scale.default
 
 
 Tensors = tuple[torch.Tensor, ...] | list[torch.Tensor]
@@ -179,6 +179,11 @@ def any_non_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Whether one of ``tensors`` (at least one) holds an inf or NaN: a 0-dim float32 flag. No host sync."""
     held = [tensor._values() if tensor.is_sparse else tensor for tensor in tensors]
     return any_of([torch.isfinite(entries).all().logical_not().float() for entries in held])
+
+
+def inverse_of(number: torch.Tensor) -> torch.Tensor:
+    """1 / ``number``. At O1 ``reciprocal`` is an op of the float list; this one, for lists, goes through no rule."""
+    return torch._foreach_reciprocal([number])[0]
 
 
 def host_value(number: torch.Tensor) -> float | None:

@@ -6,6 +6,7 @@ Scripts read ``loss_scalers``, ``opt_properties`` and ``handle`` here, test for 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from ampcompat._log import say
 from ampcompat._state import state
+from ampcompat.amp.options import number
 
 
 class AmpState:
@@ -26,11 +28,22 @@ class AmpState:
     def __setattr__(self, name: str, value: object) -> None:
         if name == "loss_scalers" and state.session is not None and state.session.enabled:
             state.session.replace_scalers(value)
+        if name == "verbosity":
+            value = _checked_verbosity(value)
         state.view[name] = value
 
     def __delattr__(self, name: str) -> None:
         if state.view.pop(name, self) is self:
             raise AttributeError(name)
+
+
+def _checked_verbosity(value: object) -> int | float:
+    verbosity = number(value)
+    if math.isnan(verbosity):
+        raise ValueError(
+            f"amp._amp_state.verbosity = {value!r} - it must be a number - write 0 for silence, 1 for apex's messages."
+        )
+    return value if isinstance(value, int) else verbosity
 
 
 _amp_state = AmpState()

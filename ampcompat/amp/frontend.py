@@ -14,7 +14,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._log import say, say_once
 from ampcompat._state import state
-from ampcompat._types import HALF_DTYPES, Optimizer, Options, OptLevel
+from ampcompat._types import HALF_DTYPES, Optimizer, Options
 from ampcompat.amp import arguments
 from ampcompat.amp.adapters import checkpoint_names, ddp, fsdp, wrapped
 from ampcompat.amp.casts.ambience import set_ambient
@@ -42,8 +42,8 @@ from ampcompat.amp.scaling.session import Session, release_casts
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["O0", "O1", "O2", "O3", "O4", "O5", "OptLevel", "Properties", "initialize", "load_state_dict", "opt_levels"]
-__all__ += ["state_dict"]
+__all__ = ["Properties", "initialize", "load_state_dict", "opt_levels", "state_dict"]
+__all__ += LEVELS
 
 Modules = list[torch.nn.Module]
 _Models = TypeVar("_Models", bound=torch.nn.Module | Sequence[torch.nn.Module])
@@ -63,17 +63,17 @@ class _Level:
 
 
 _classes = {name: type(name, (_Level,), {"name": name, "brief": row.brief}) for name, row in LEVELS.items()}
-O0, O1, O2, O3, O4, O5 = (_classes[name] for name in ("O0", "O1", "O2", "O3", "O4", "O5"))
+globals().update(_classes)  # amp.frontend.O0 and so on
 opt_levels = {name: level() for name, level in _classes.items()}
 
 
 @overload
 def initialize(
-    models: _Models, optimizers: None = None, enabled: bool = True, opt_level: OptLevel = "O1", **rest: Unpack[Options]
+    models: _Models, optimizers: None = None, enabled: bool = True, opt_level: str = "O1", **rest: Unpack[Options]
 ) -> _Models: ...
 @overload
 def initialize(
-    models: _Models, optimizers: _Given, enabled: bool = True, opt_level: OptLevel = "O1", **rest: Unpack[Options]
+    models: _Models, optimizers: _Given, enabled: bool = True, opt_level: str = "O1", **rest: Unpack[Options]
 ) -> tuple[_Models, _Given]: ...
 def initialize(
     models: Any,
@@ -358,7 +358,7 @@ def _take_over(session: Session, objects: _Objects) -> None:
             session.begin_casts()
             if session.policy.master_weights:
                 watch_torch()
-            _apply_loaded_scalers(session)
+            checkpoint.restore_after_initialize(session)
         undo.pop_all()
     if session.enabled:
         watch_modules()
@@ -416,10 +416,3 @@ def _release_optimizer(optimizer: Optimizer) -> None:
     if "_amp_stash" in vars(optimizer):
         amp_optimizer.detach(optimizer)
     state.optimizers.disabled[optimizer] = None
-
-
-def _apply_loaded_scalers(session: Session) -> None:
-    """Restore the scalers of ``session`` from what was loaded before any ``initialize``."""
-    if state.loaded_scalers is not None:
-        checkpoint.apply(state.loaded_scalers, session.scalers)
-        state.loaded_scalers = None

@@ -40,6 +40,11 @@ class Level:
         return {name: getattr(self, name) for name in OPTIONS}
 
     @property
+    def casts_model(self) -> bool:
+        """Whether it casts the weights to half."""
+        return self.cast_model_type in HALF_DTYPES
+
+    @property
     def half_dtype(self) -> torch.dtype:
         """What it casts weights or functions to; float16 where it casts nothing."""
         if self.cast_model_type in HALF_DTYPES:

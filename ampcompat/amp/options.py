@@ -86,6 +86,28 @@ def check_keywords(
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
+def number(value: Any) -> float:
+    """Return ``value`` as a float: a number of Python, numpy or torch, or such a number as a string; otherwise NaN."""
+    try:
+        return float(value)
+    except Exception:  # whatever a foreign object raises
+        return math.nan
+
+
+def whole_number(name: str, value: Any) -> int:
+    """Return ``value``, which a script has written to ``name``, as an int that torch's int32 holds.
+
+    Raises:
+        ValueError: It is no whole number.
+    """
+    as_float = number(value)
+    if math.isinf(as_float) and as_float > 0:  # "never" of a count that is waited for
+        return 2**31 - 1
+    if not as_float.is_integer():
+        raise ValueError(f"{name} = {value!r} - it must be a whole number - write 2000, for example.")
+    return max(-(2**31), min(int(as_float), 2**31 - 1))
+
+
 def is_scale(value: object) -> bool:
     """Whether ``value`` is a number that float32, in which scales are kept, holds as a positive normal one."""
     float32 = torch.finfo(torch.float32)

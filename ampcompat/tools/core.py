@@ -98,8 +98,8 @@ Numbers = _torch.HostCopy | tuple[float, float]
 
 def numbers_of(scaler: LossScaler) -> Numbers:
     """The scale of ``scaler``, and the passes since it last moved. No host sync."""
-    scale = scaler.core.scale
-    passes = scaler.core.clean_passes
+    scale = scaler.scale
+    passes = scaler.clean_passes
     if scale is None or passes is None:  # nothing was scaled yet, or it is a static 1
         return scaler.get_scale(), scaler._unskipped
     return _torch.HostCopy([scale, passes.to(scale.dtype)])

@@ -18,7 +18,8 @@ ROOT: Final = Path(__file__).parents[2]
 LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("_state", "_torch", "_types"),
     ("_log",),
-    ("lists", "observers", "hints", "_amp_state", "levels", "options"),
+    ("lists", "observers", "hints", "levels", "options"),
+    ("_amp_state",),
     ("properties",),
     ("casts",),
     ("half",),

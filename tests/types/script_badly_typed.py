@@ -8,8 +8,7 @@ from ampcompat import amp
 net = torch.nn.Linear(2, 2)
 sgd = torch.optim.SGD(net.parameters(), lr=0.1)
 
-amp.initialize(net, sgd, opt_level="O9")  # error
-amp.initialize(net, sgd, opt_level="01")  # error
+amp.initialize(net, sgd, opt_level=1)  # error
 amp.initialize(net, sgd, "O2")  # error
 amp.initialize("model", sgd)  # error
 amp.initialize(net, 0.1)  # error

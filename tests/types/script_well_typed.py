@@ -7,7 +7,6 @@ from typing_extensions import assert_type
 
 import ampcompat
 from ampcompat import amp
-from ampcompat.amp.frontend import OptLevel
 from ampcompat.amp.handle import AmpHandle
 from ampcompat.contrib.optimizers import FusedSGD
 from ampcompat.optimizers import FusedAdam, FusedLAMB
@@ -43,7 +42,7 @@ assert_type(amp.init(patch_type=torch.bfloat16, verbose=True), AmpHandle)
 both: tuple[list[torch.nn.Module], list[torch.optim.Optimizer]] = amp.initialize([net, other], [sgd, adam])
 
 
-def at(level: OptLevel) -> None:
+def at(level: str) -> None:
     amp.initialize(net, sgd, opt_level=level)
 
 

@@ -1,8 +1,13 @@
-"""``amp.state_dict`` and ``amp.load_state_dict``: the loss scalers of the latest ``initialize`` call."""
+"""``amp.state_dict`` and ``amp.load_state_dict``: the loss scalers of the calls of ``initialize`` that are in use.
+
+The scalers of the latest call come first, then those of each call whose optimizers are alive, the later call first. A
+model and its average, or the two networks of a GAN, may be initialized by two calls; under apex, all calls shared their
+scalers.
+"""
 
 from __future__ import annotations
 
-import math
+import gc
 from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -10,8 +15,9 @@ from typing import Any
 from ampcompat._log import say, warn_once
 from ampcompat._state import state
 from ampcompat.amp._amp_state import maybe_print
-from ampcompat.amp.options import is_scale
+from ampcompat.amp.options import is_scale, number
 from ampcompat.amp.scaling.scaler import LossScaler
+from ampcompat.amp.scaling.session import Session
 
 _PREFIX = "loss_scaler"
 Entry = tuple[float, int]
@@ -25,25 +31,42 @@ def state_dict(destination: Any = None) -> Any:
 
     Returns:
         ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``: plain numbers, safe for
-        ``torch.load(weights_only=True)``. Empty when nothing was initialized, or with ``enabled=False``. One host sync
-        per scaler.
+        ``torch.load(weights_only=True)``. The latest ``initialize`` call's scalers first, then those of earlier calls
+        whose optimizers are alive, the later call first. Empty when nothing was initialized, or with ``enabled=False``.
+        Two host syncs per scaler.
     """
     if destination is not None and not isinstance(destination, MutableMapping):
         got = type(destination).__name__
         raise TypeError(f"amp.state_dict got {got} as destination - it must be a dict or None - leave it out.")
     if destination is None:
         destination = OrderedDict()
-    scalers = [] if state.session is None else state.session.scalers
-    for index, scaler in enumerate(scalers):
+    for index, scaler in enumerate(scalers_from(state.session)):
         destination[f"{_PREFIX}{index}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
     return destination
+
+
+def scalers_from(latest: Session | None) -> list[LossScaler]:
+    """The scalers of ``latest``, then those of each other call whose optimizers are alive, the later call first."""
+    calls = _calls_from(latest)
+    if len(calls) > 1 and state.optimizers.may_hold_dropped:
+        gc.collect()
+        state.optimizers.may_hold_dropped = False
+        calls = _calls_from(latest)
+    return [scaler for call in calls for scaler in call.scalers]
+
+
+def _calls_from(latest: Session | None) -> list[Session]:
+    calls = [] if latest is None else [latest]
+    calls += [optimizer._amp_stash.session for optimizer in reversed(state.optimizers.listed())]
+    return list(dict.fromkeys(calls))
 
 
 def load_state_dict(state_dict: Mapping[str, object]) -> None:
     """Restore what :func:`state_dict` saved, here or under apex (``apex/amp/frontend.py: load_state_dict``).
 
-    Before ``initialize`` it is kept for the next call; under apex ``initialize`` had to come first. A
-    ``GradScaler.state_dict()`` goes into the first scaler; the inverse is
+    The scalers are those that :func:`state_dict` would save, in its order. Before ``initialize`` it is kept for the
+    next call; under apex ``initialize`` had to come first. Where a script makes several calls, it may come before,
+    between or after them. A ``GradScaler.state_dict()`` goes into the first scaler; the inverse is
     ``GradScaler.load_state_dict(amp._amp_state.loss_scalers[0].state_dict())``. Prints what was restored.
 
     Args:
@@ -68,11 +91,14 @@ def load_state_dict(state_dict: Mapping[str, object]) -> None:
         _refuse_unknown_keys(state_dict, names)
         entries = [_entry(name, state_dict[name]) for name in names]
     session = state.session
-    if session is not None and session.enabled:
-        apply(entries, session.scalers)
-    elif session is not None and entries:
+    scalers = scalers_from(session)
+    if scalers or (session is not None and session.enabled):
+        _restore(entries, scalers)
+    elif not entries:
+        return
+    elif session is not None:
         warn_once("load disabled", "amp.load_state_dict after amp.initialize(enabled=False): nothing to restore.")
-    elif entries:
+    else:
         state.loaded_scalers = entries
         say("amp.load_state_dict before amp.initialize: the next amp.initialize restores the loss scalers.")
 
@@ -89,13 +115,44 @@ def _refuse_unknown_keys(state_dict: Mapping[str, object], names: list[str]) -> 
     )
 
 
-def apply(entries: list[Entry], scalers: list[LossScaler]) -> None:
-    """Restore ``scalers`` from what was loaded."""
-    if len(entries) != len(scalers):
+def restore_after_initialize(session: Session) -> None:
+    """Restore scalers from what was loaded before the call that made ``session``.
+
+    What was loaded between two calls went to the scalers of the first one. It is dealt out anew, unless a backward pass
+    has moved these scalers since.
+    """
+    entries = state.loaded_scalers
+    if entries is None:
+        return
+    scalers = scalers_from(session)
+    earlier = scalers[len(session.scalers) :]
+    if all(_holds(scaler, entry) for scaler, entry in zip(earlier, entries, strict=False)):
+        _restore(entries, scalers)
+    else:
+        state.loaded_scalers = None
+
+
+def _holds(scaler: LossScaler, entry: Entry) -> bool:
+    """Whether ``scaler`` is as it was when ``entry`` was restored."""
+    return (scaler.loss_scale(), scaler._unskipped) == entry
+
+
+def _restore(entries: list[Entry], scalers: list[LossScaler]) -> None:
+    """Restore ``scalers`` from ``entries``; keep these for the next call if they are for more scalers."""
+    fitting = min(len(entries), len(scalers))
+    if len(entries) > fitting:
+        state.loaded_scalers = entries
         say(
-            f"Warning: amp.load_state_dict got {len(entries)} loss scalers where amp.initialize(num_losses="
-            f"{len(scalers)}) made {len(scalers)}: loading the first {min(len(entries), len(scalers))}."
+            f"Warning: amp.load_state_dict got {len(entries)} loss scalers where there are {fitting}: loading the first"
+            f" {fitting}; the next amp.initialize restores more of them."
         )
+    else:
+        state.loaded_scalers = None
+        if len(scalers) > fitting:
+            say(
+                f"Warning: amp.load_state_dict got {len(entries)} loss scalers where there are {len(scalers)}: loading"
+                f" the first {fitting}."
+            )
     for scaler, (scale, unskipped) in zip(scalers, entries, strict=False):
         scaler._loss_scale = scale
         scaler._unskipped = unskipped
@@ -110,17 +167,13 @@ def _entry(name: str, parts: object) -> Entry:
             f"amp.load_state_dict: {name}={parts!r} - it must be a dict with 'loss_scale' and 'unskipped' - pass what"
             " amp.state_dict() returned."
         )
-    scale = parts["loss_scale"]
-    unskipped = parts["unskipped"]
-    try:
-        value = float(scale)
-        count = int(unskipped)
-    except Exception:  # whatever a foreign object raises
-        value = math.nan
-        count = -1
-    if not is_scale(value) or not 0 <= count < 2**31:
+    scale = number(parts["loss_scale"])
+    unskipped = number(parts["unskipped"])
+    is_count = unskipped.is_integer() and 0 <= unskipped < 2**31
+    if not is_scale(scale) or not is_count:
         raise ValueError(
-            f"amp.load_state_dict: {name} has loss_scale={scale!r}, unskipped={unskipped!r} - a positive finite number"
-            " and a count are needed - the checkpoint is damaged; leave the amp part out to start from the defaults."
+            f"amp.load_state_dict: {name} has loss_scale={parts['loss_scale']!r}, unskipped={parts['unskipped']!r} - a"
+            " positive finite number and a count are needed - the checkpoint is damaged; leave the amp part out to"
+            " start from the defaults."
         )
-    return value, count
+    return scale, int(unskipped)

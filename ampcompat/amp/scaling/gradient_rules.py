@@ -142,7 +142,7 @@ def _unscale(gradients: ScaledGradients, leaves: Leaves, moves_scale: bool) -> t
         add_saved(gradients.saved)
     if gradients.scale is None:  # a static scale of one
         if moves_scale:
-            first.core.count_clean_pass()
+            first.count_clean_pass()
         return [], has_new_grads
     found_inf = first.take_found_inf()
     flags = [(first, first.adjust(found_inf) if moves_scale else first.delay(found_inf))]

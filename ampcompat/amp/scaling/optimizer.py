@@ -46,7 +46,9 @@ def attach(optimizer: Optimizer, session: Session) -> None:
         optimizer._amp_stash = stash
     stash.session = session
     stash.groups = []  # to be looked up anew, at this level
-    state.optimizers.live[optimizer] = None
+    state.optimizers.live.pop(optimizer, None)
+    state.optimizers.live[optimizer] = None  # the latest call's come last
+    state.optimizers.may_hold_dropped = True
     state.optimizers.disabled.pop(optimizer, None)
     for name, action in _METHODS.items():
         setattr(optimizer, name, types.MethodType(action, optimizer))

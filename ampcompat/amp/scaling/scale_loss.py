@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence, Set, ValuesView
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
@@ -56,7 +57,7 @@ def scale_loss(
         RuntimeError: ``initialize`` was not called, or not with this optimizer; a block inside a block of an optimizer
             that holds one of its tensors.
         TypeError: ``loss`` is not a floating tensor, or an optimizer is not one.
-        IndexError: ``loss_id`` is not below ``num_losses``.
+        IndexError: ``loss_id`` is no index of ``num_losses`` scalers.
 
     No host sync, except for misuse checks in the first 16 blocks. At exit the *new* gradients are unscaled, by the
     scale of the block's entry, and added to what had accumulated; overflow is noted and the scale moves; the step after
@@ -73,12 +74,23 @@ def scale_loss(
         kind = f"a tensor of {loss.dtype}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise TypeError(f"scale_loss got {kind} as the loss - it must be a floating tensor - pass the loss itself.")
     if not isinstance(loss_id, int) or not 0 <= loss_id < len(session.scalers):
-        _refuse_loss_id(loss_id, len(session.scalers))
+        loss_id = _index_of_scaler(loss_id, len(session.scalers))
     scaler = session.scalers[loss_id]
     if type(scaler) is not LossScaler:  # a script has put it there
         check_scaler(scaler, loss_id)
     scaler.loss_id = loss_id  # it may have been put there by hand
     return ScaleLoss(loss, used_optimizers, scaler, delay_unscale, moves_scale=not delay_overflow_check)
+
+
+def _index_of_scaler(loss_id: Any, count: int) -> int:
+    """The index of the scaler in a list of ``count`` that ``loss_id`` means: apex indexed its list with it."""
+    try:
+        index = operator.index(loss_id)
+    except TypeError:
+        _refuse_loss_id(loss_id, count)
+    if not -count <= index < count:
+        _refuse_loss_id(loss_id, count)
+    return index % count
 
 
 def _refuse_loss_id(loss_id: object, count: int) -> NoReturn:
@@ -164,8 +176,8 @@ class ScaleLoss:
         """Return the loss times the scale, which the exit divides by."""
         scaler = self.scaler
         scaled = scaler.scale_loss(self.loss)
-        block.scale = scaler.core.scale
-        if scaler.dynamic or scaler.core.initial != 1.0:
+        block.scale = scaler.scale
+        if scaler.dynamic or scaler.initial_scale != 1.0:
             state.has_scaled = True
         del self.loss  # so that it is freed when the script drops it
         if state.watch is not None:

@@ -1,64 +1,35 @@
-"""The loss scaler by apex's names (``apex/amp/scaler.py: LossScaler``), around a scale of ``loss_scale``.
+"""The loss scaler, by apex's names (``apex/amp/scaler.py: LossScaler``).
 
 ``amp.scale_loss`` drives it. ``unscale``, ``unscale_with_stashed`` and ``update_scale`` are apex's, for scripts that
-unscale by hand. A static scaler counts clean passes and never moves nor skips.
+unscale by hand. How the scale moves is ``loss_scale.next_scale``; a static scale only counts clean passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from ampcompat import _torch
 from ampcompat.amp._amp_state import master_params
-from ampcompat.amp.options import is_scale
-from ampcompat.amp.scaling.loss_scale import FLOOR, WINDOW, DynamicLossScale, StaticLossScale
+from ampcompat.amp.options import is_scale, number, whole_number
+from ampcompat.amp.scaling.loss_scale import CEILING, FLOOR, WINDOW, next_scale
 
 __all__ = ["LossScaler", "master_params"]
 
-#: Overflow flags that are kept apart until a transition or a step looks at them; more become one.
+#: How many flags of delayed overflows are kept apart; more become one.
 MAX_FLAGS = 1024
 
 _DTYPE = attrgetter("dtype")
 _DEVICE_AND_DTYPE = attrgetter("device", "dtype")
 
 
-@dataclass(eq=False, slots=True)
-class _Overflows:
-    """What a scaler knows of overflows. A flag is a 0-dim float32 tensor on a device, not 0 after an overflow.
-
-    Attributes:
-        found_inf: Flags of gradients unscaled since the last transition, by device. :meth:`LossScaler.unscale_grads`
-            fills it, and :meth:`LossScaler.take_found_inf` empties it.
-        last: The flag of the last backward pass, None before the first.
-        written: What a script has written to ``_has_overflow``; holds as long as it is ``last``.
-        delayed: Flags of passes that left the scale alone; the next transition counts them.
-        lent_buffer: The tensor that a script has put in the place of ``_overflow_buf``.
-    """
-
-    found_inf: dict[torch.device, torch.Tensor] = field(default_factory=dict)
-    last: torch.Tensor | None = None
-    written: torch.Tensor | None = None
-    delayed: list[torch.Tensor] = field(default_factory=list)
-    lent_buffer: torch.Tensor | None = None
-
-    def add(self, flag: torch.Tensor) -> None:
-        """Count ``flag`` among those of gradients that were unscaled on its device."""
-        earlier = self.found_inf.get(flag.device)
-        self.found_inf[flag.device] = flag if earlier is None else torch.maximum(flag, earlier)
-
-
-def _forwarded(name: str, doc: str) -> Any:
-    """A property that is ``name`` of the scaler's scale."""
-    return property(lambda self: getattr(self.core, name), lambda self, value: setattr(self.core, name, value), doc=doc)
-
-
 class LossScaler:
     """Scale, its growth and its back-off; kept on the device of the losses and updated there without a host sync.
+
+    An overflow flag is a 0-dim float32 tensor on a device, not 0 after an overflow.
 
     Args:
         loss_scale: ``"dynamic"``, or a positive number for a static scale.
@@ -70,8 +41,13 @@ class LossScaler:
         loss_id: Which loss of its session this scaler serves; named in messages.
 
     Attributes:
-        core: The scale itself.
-        dynamic: Whether it moves.
+        scale: 0-dim float32, made with the first loss; None before. Each move makes a new tensor, since an open block
+            unscales by the one that it has scaled by.
+        initial_scale: What ``scale`` is made with, or what the host last wrote.
+        clean_passes: 0-dim int32 next to ``scale``: passes since the scale moved. None before the first loss.
+        initial_clean_passes: What ``clean_passes`` is made with, or what the host last wrote.
+        growth_factor: What the scale is multiplied by after enough clean passes.
+        backoff_factor: What the scale is multiplied by after an overflow.
     """
 
     # Flags of apex's scaler, which scripts read and set: unscaling is fused on every device, and nothing is warned of.
@@ -89,88 +65,132 @@ class LossScaler:
         max_loss_scale: float = 2.0**24,
         loss_id: int = 0,
     ) -> None:
-        self.dynamic = loss_scale == "dynamic"
-        kind = DynamicLossScale if self.dynamic else StaticLossScale
-        self.core = kind(
-            initial=min(max_loss_scale, init_scale) if self.dynamic else float(loss_scale),
-            growth_factor=scale_factor,
-            backoff_factor=1.0 / scale_factor,
-            growth_interval=scale_window,
-            smallest=FLOOR if min_loss_scale is None else min_loss_scale,
-            largest=max_loss_scale,
-        )
         self.loss_id = loss_id
-        self._overflows = _Overflows()
+        # The scale and how it moves.
+        self.scale: torch.Tensor | None = None
+        self.initial_scale: float  # written below, through apex's name
+        self.clean_passes: torch.Tensor | None = None
+        self.initial_clean_passes = 0
+        self.growth_factor = scale_factor
+        self.backoff_factor = 1.0 / scale_factor
+        self.dynamic = isinstance(loss_scale, str) and loss_scale == "dynamic"
+        self._scale_seq_len = scale_window
+        self._min_loss_scale = min_loss_scale
+        self._max_loss_scale = max_loss_scale
+        self._loss_scale = init_scale if self.dynamic else loss_scale
+        if self.dynamic and self.initial_scale > self._largest:
+            self.initial_scale = self._largest
+        # What is known of overflows.
+        self._found_inf: dict[torch.device, torch.Tensor] = {}  # of gradients unscaled since the last transition
+        self._delayed: list[torch.Tensor] = []  # of passes that left the scale alone; the next transition counts them
+        self._last_pass: torch.Tensor | None = None  # of the last backward pass
+        self._lent_buffer: torch.Tensor | None = None  # what a script has put in the place of ``_overflow_buf``
         self._cached_inverse: tuple[float, torch.Tensor] | None = None  # a scale in host memory, and 1 / scale
 
     # -- what legacy code reads and writes -----------------------------------------------------------------------------
     def loss_scale(self) -> float:
         """The current scale. Reads the device: one host sync."""
-        return self.core.read()
+        return self.initial_scale if self.scale is None else float(self.scale.item())
 
     get_scale = loss_scale  # GradScaler's name
 
     @property
     def _loss_scale(self) -> float:
-        return self.core.read()
+        return self.loss_scale()
 
     @_loss_scale.setter
-    def _loss_scale(self, value: float) -> None:
-        scale = float(value)
+    def _loss_scale(self, value: Any) -> None:
+        scale = number(value)
         if not is_scale(scale):
             raise ValueError(
                 f"LossScaler._loss_scale = {value!r} - a scale is a positive finite number that float32 holds -"
                 " write a power of two, 2.0**16 for example."
             )
-        self.core.write(scale)
+        self.initial_scale = scale
+        if self.scale is not None:
+            self.scale = torch.full_like(self.scale, scale)
 
     @property
     def _unskipped(self) -> int:
-        return self.core.read_clean_passes()
+        """Clean passes since the scale moved. Reads the device: one host sync."""
+        return self.initial_clean_passes if self.clean_passes is None else int(self.clean_passes.item())
 
     @_unskipped.setter
-    def _unskipped(self, value: int) -> None:
-        self.core.write_clean_passes(int(value))
+    def _unskipped(self, value: Any) -> None:
+        count = whole_number("LossScaler._unskipped", value)
+        self.initial_clean_passes = count
+        if self.clean_passes is not None:
+            self.clean_passes = torch.full_like(self.clean_passes, count)
 
-    _scale_seq_len = _forwarded("growth_interval", "Clean passes before growth.")
-    _min_loss_scale = _forwarded("smallest", "The limit of back-off.")
-    _max_loss_scale = _forwarded("largest", "The limit of growth.")
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale moves."""
+        return self._is_dynamic
+
+    @dynamic.setter
+    def dynamic(self, value: Any) -> None:
+        self._is_dynamic = bool(value)
+
+    @property
+    def _scale_seq_len(self) -> int:
+        """Clean passes before growth."""
+        return self._growth_interval
+
+    @_scale_seq_len.setter
+    def _scale_seq_len(self, value: Any) -> None:
+        self._growth_interval = whole_number("LossScaler._scale_seq_len", value)
+
+    @property
+    def _min_loss_scale(self) -> float:
+        """The limit of back-off."""
+        return self._smallest
+
+    @_min_loss_scale.setter
+    def _min_loss_scale(self, value: Any) -> None:
+        limit = 0.0 if value is None else number(value)
+        if not limit < CEILING:
+            _refuse_limit("_min_loss_scale", value)
+        self._smallest = limit if limit > 0 else FLOOR  # 0 meant no limit, as None did
+
+    @property
+    def _max_loss_scale(self) -> float:
+        """The limit of growth."""
+        return self._largest
+
+    @_max_loss_scale.setter
+    def _max_loss_scale(self, value: Any) -> None:
+        limit = number(value)
+        if not limit > 0:
+            _refuse_limit("_max_loss_scale", value)
+        self._largest = min(limit, CEILING)
 
     @property
     def is_one(self) -> bool:
         """Whether the scale is 1, and no script has written it: then blocks need not touch gradients. No host sync."""
-        return not self.dynamic and self.core.scale is None and self.core.initial == 1.0
+        return not self.dynamic and self.scale is None and self.initial_scale == 1.0
 
     @property
     def _has_overflow(self) -> bool:
-        """Whether the last backward pass overflowed; a static scaler never says so. Reads the device: one host sync.
-
-        A script that checks gradients itself may write it: until the next backward pass it reads what was written, and
-        ``update_scale`` counts a True.
-        """
-        last = self._overflows.last
-        if last is None:
+        """Whether the last backward pass overflowed; a static scaler never says so. Reads the device: one host sync."""
+        if self._last_pass is None or not self.dynamic:
             return False
-        was_written = last is self._overflows.written
-        if not self.dynamic and not was_written:
-            return False
-        return bool(last.item())
+        return bool(self._last_pass.item())
 
     @_has_overflow.setter
-    def _has_overflow(self, value: bool) -> None:
-        device = None if self.core.scale is None else self.core.scale.device
-        written = torch.full((), float(bool(value)), dtype=torch.float32, device=device)
-        self._overflows.written = written
-        self._overflows.last = written
+    def _has_overflow(self, value: object) -> None:
+        raise AttributeError(
+            f"LossScaler._has_overflow = {value!r} - it tells what the last backward pass found, and cannot be written"
+            " - to decide yourself, lend a tensor: scaler._overflow_buf = torch.tensor([1]), then call"
+            " scaler.update_scale()."
+        )
 
     @property
     def _overflow_buf(self) -> torch.Tensor:
-        if self._overflows.lent_buffer is not None:
-            return self._overflows.lent_buffer
-        last = self._overflows.last
-        if last is not None:
-            return last.reshape(1).int()
-        device = torch.device("cpu") if self.core.scale is None else self.core.scale.device
+        if self._lent_buffer is not None:
+            return self._lent_buffer
+        if self._last_pass is not None:
+            return self._last_pass.reshape(1).int()
+        device = torch.device("cpu") if self.scale is None else self.scale.device
         return torch.zeros(1, dtype=torch.int, device=device)
 
     @_overflow_buf.setter
@@ -178,31 +198,40 @@ class LossScaler:
         if not isinstance(buffer, torch.Tensor) or buffer.numel() != 1:
             got = list(buffer.shape) if isinstance(buffer, torch.Tensor) else type(buffer).__name__
             raise TypeError(f"_overflow_buf = {got} - must be a tensor of one element - lend torch.zeros(1).int().")
-        self._overflows.lent_buffer = buffer
+        self._lent_buffer = buffer
 
     def clear_overflow_state(self) -> None:
         """Forget the overflows noted since the last transition."""
         self.forget_last_pass()
-        self._overflows.found_inf = {}
-        self._overflows.delayed = []
+        self._found_inf = {}
+        self._delayed = []
 
     def forget_last_pass(self) -> None:
-        """Have ``_has_overflow`` and ``_overflow_buf`` tell of no overflow; :meth:`unscale` writes nothing else."""
-        self._overflows.last = None
-        if self._overflows.lent_buffer is not None:
-            self._overflows.lent_buffer.zero_()
+        """Let ``_has_overflow`` and ``_overflow_buf`` tell of no overflow; :meth:`unscale` writes nothing otherwise."""
+        self._last_pass = None
+        if self._lent_buffer is not None:
+            self._lent_buffer.zero_()
 
     # -- one backward pass ---------------------------------------------------------------------------------------------
     def scale_on(self, device: torch.device | None = None) -> torch.Tensor:
         """The current scale as a 0-dim float32 tensor on ``device``, or where it is; no host sync."""
-        return self.core.on(device)
+        if self.scale is None:
+            return torch.full((), self.initial_scale, dtype=torch.float32, device=device or "cpu")
+        return self.scale if device is None else self.scale.to(device, non_blocking=True)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss.float() * scale``, on the device of ``loss``, of any shape; no host sync."""
-        scale = self.core.make(loss.device)
+        scale = self._made_on(loss.device)
         if scale.device != loss.device:
             scale = scale.to(loss.device, non_blocking=True)
         return loss.float() * scale
+
+    def _made_on(self, device: torch.device) -> torch.Tensor:
+        """The current scale; its tensors are made on ``device`` if there are none yet."""
+        if self.scale is None:
+            self.scale = torch.full((), self.initial_scale, dtype=torch.float32, device=device)
+            self.clean_passes = torch.full((), self.initial_clean_passes, dtype=torch.int32, device=device)
+        return self.scale
 
     def unscale_grads(self, grads: Any, scale: torch.Tensor | None = None) -> None:
         """Multiply ``grads``, dense tensors of any device and dtype, in place by 1 / scale; note any inf or NaN.
@@ -218,40 +247,38 @@ class LossScaler:
         if grads[0].is_complex():
             grads = [torch.view_as_real(grad) for grad in grads]
         if scale is None:
-            self.core.make(device)
-            scale = self.core.on(device)
-        elif scale.device != device:
+            scale = self._made_on(device)
+        if scale.device != device:
             scale = scale.to(device, non_blocking=True)
-        found_inf = self._overflows.found_inf.get(device)
+        found_inf = self._found_inf.get(device)
         if found_inf is None:
-            found_inf = self._overflows.found_inf[device] = scale.new_full((), 0.0)
+            found_inf = scale.new_full((), 0.0)
+            self._found_inf[device] = found_inf
         _torch.unscale_and_check_(grads, found_inf, self._inverse_of(scale))
 
     def _inverse_of(self, scale: torch.Tensor) -> torch.Tensor:
         """``1 / scale``, kept for the next pass where ``scale`` is in host memory."""
-        number = _torch.host_value(scale)
-        if not number:  # on a device
-            # Not reciprocal(): at O1 that is an op of the float list, and would go through its rule.
-            return torch.ones_like(scale).div_(scale)
-        if self._cached_inverse is None or self._cached_inverse[0] != number:
-            self._cached_inverse = (number, scale.new_full((), 1.0 / number))
+        value = _torch.host_value(scale)
+        if not value:  # on a device
+            return _torch.inverse_of(scale)
+        if self._cached_inverse is None or self._cached_inverse[0] != value:
+            self._cached_inverse = (value, scale.new_full((), 1.0 / value))
         return self._cached_inverse[1]
 
     def take_found_inf(self) -> torch.Tensor | None:
         """The flag of the gradients unscaled since the last transition, which is forgotten; None where none were."""
-        by_device = self._overflows.found_inf
-        if not by_device:
-            return None
-        self._overflows.found_inf = {}
-        return _torch.any_of(list(by_device.values()))
+        flags = list(self._found_inf.values())
+        self._found_inf = {}
+        return _torch.any_of(flags) if flags else None
 
     def add_found_inf(self, flag: torch.Tensor) -> None:
         """Count ``flag``, a 0-dim float32 tensor, among those of gradients unscaled since the last transition."""
-        self._overflows.add(flag)
+        earlier = self._found_inf.get(flag.device)
+        self._found_inf[flag.device] = flag if earlier is None else torch.maximum(flag, earlier)
 
     def forget_found_inf(self) -> None:
         """Forget overflows of a backward pass that is given up."""
-        self._overflows.found_inf = {}
+        self._found_inf = {}
 
     def adjust(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
         """Make the transition for a backward pass; no host sync.
@@ -264,83 +291,109 @@ class LossScaler:
         """
         flag = self._note_pass(found_inf)
         if not self.dynamic:
-            self.core.adjust(flag)
+            self.count_clean_pass()
             return None
-        if self._overflows.delayed:
-            self.core.adjust(_torch.any_of([flag, *self._overflows.delayed]))
-            self._overflows.delayed = []
-        else:
-            self.core.adjust(flag)
+        self._move(_torch.any_of([flag, *self._delayed]))
+        self._delayed = []
         return flag
 
     def delay(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
-        """As :meth:`adjust`, but leave the scale alone, and have the next transition count an overflow of this pass."""
+        """As :meth:`adjust`, but leave the scale alone: the next transition counts an overflow of this pass."""
         flag = self._note_pass(found_inf)
         if not self.dynamic:
             return None
-        overflows = self._overflows
-        if len(overflows.delayed) >= MAX_FLAGS:  # a script may delay them without end
-            overflows.delayed = [_torch.any_of(overflows.delayed)]
-        overflows.delayed.append(flag)  # no copy: ``update_scale`` clears the flag that the steps hold
+        if len(self._delayed) >= MAX_FLAGS:  # a script may delay them without end
+            self._delayed = [_torch.any_of(self._delayed)]
+        self._delayed.append(flag)  # no copy: ``update_scale`` clears the flag that the steps hold
         return flag
 
+    def count_clean_pass(self) -> None:
+        """Count a pass that leaves the scale alone, on the device if the scale is there."""
+        if self.clean_passes is None:
+            self.initial_clean_passes += 1
+        else:
+            self.clean_passes.add_(1)
+
     def _note_pass(self, found_inf: torch.Tensor | None) -> torch.Tensor:
-        """Have ``found_inf`` read by scripts as that of the last pass; the flag, where the scale is."""
-        scale = self.core.make(torch.device("cpu") if found_inf is None else found_inf.device)
+        """Show ``found_inf`` to scripts as the flag of the last pass; return it where the scale is."""
+        scale = self._made_on(torch.device("cpu") if found_inf is None else found_inf.device)
         if found_inf is None:
             flag = scale.new_full((), 0.0)
         elif found_inf.device == scale.device:
             flag = found_inf
         else:
             flag = found_inf.to(scale.device, non_blocking=True)
-        self._overflows.last = flag
-        if self.dynamic and self._overflows.lent_buffer is not None:
-            self._overflows.lent_buffer.copy_(flag, non_blocking=True)
+        self._last_pass = flag
+        if self.dynamic and self._lent_buffer is not None:
+            self._lent_buffer.copy_(flag, non_blocking=True)
         return flag
+
+    def _move(self, found_inf: torch.Tensor) -> None:
+        """Back off, or grow, or only count, after a pass with the flag ``found_inf``.
+
+        While a CUDA graph is captured the tensors change in place, since each replay begins with those of the capture.
+        """
+        scale = self._made_on(found_inf.device)
+        clean_passes: torch.Tensor = self.clean_passes  # type: ignore[assignment] # made with the scale
+        moved, counted = next_scale(
+            scale,
+            clean_passes,
+            found_inf,
+            growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor,
+            growth_interval=self._growth_interval,
+            smallest=self._smallest,
+            largest=self._largest,
+            # What the host last wrote: from there on, moves end at the limits.
+            is_within_limits=self._smallest <= self.initial_scale <= self._largest,
+        )
+        if _torch.is_capturing():
+            scale.copy_(moved)
+            clean_passes.copy_(counted)
+        else:
+            self.scale = moved
+            self.clean_passes = counted
+
+    def scale_after_back_off(self) -> torch.Tensor:
+        """The scale to print for a skipped step, any delayed back-off included. No host sync."""
+        scale = self.scale_on()
+        if self.dynamic and self._delayed:
+            return (scale * self.backoff_factor).clamp(min=self._smallest)
+        return scale
 
     # -- as torch.amp.GradScaler saves it ------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
         """Return what ``torch.amp.GradScaler.load_state_dict`` takes. Reads the device."""
-        core = self.core
         return {
-            "scale": core.read(),
-            "growth_factor": core.growth_factor,
-            "backoff_factor": core.backoff_factor,
-            "growth_interval": core.growth_interval,
-            "_growth_tracker": core.read_clean_passes(),
+            "scale": self._loss_scale,
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self._scale_seq_len,
+            "_growth_tracker": self._unskipped,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict`, here or of GradScaler, returned; what is scaled already keeps its scale."""
-        core = self.core
-        core.write(float(state_dict["scale"]))
-        core.growth_factor = float(state_dict["growth_factor"])
-        core.backoff_factor = float(state_dict["backoff_factor"])
-        core.growth_interval = int(state_dict["growth_interval"])
-        core.write_clean_passes(int(state_dict["_growth_tracker"]))
+        self._loss_scale = state_dict["scale"]
+        self.growth_factor = float(state_dict["growth_factor"])
+        self.backoff_factor = float(state_dict["backoff_factor"])
+        self._scale_seq_len = state_dict["growth_interval"]
+        self._unskipped = state_dict["_growth_tracker"]
 
     # -- by hand -------------------------------------------------------------------------------------------------------
-    def scale_after_back_off(self) -> torch.Tensor:
-        """The scale to name when a step is skipped: with a back-off that was delayed. No host sync."""
-        if self._overflows.delayed and isinstance(self.core, DynamicLossScale):
-            return self.core.after_back_off()
-        return self.core.on()
-
     def update_scale(self) -> bool:
         """End a backward pass by hand; returns whether the step must be skipped. One host sync.
 
-        The caller decides about the step: overflows that ``delay_overflow_check`` blocks noted skip none any more. A
+        The caller decides about the step: overflows that ``delay_overflow_check`` blocks noted no longer skip one. A
         buffer lent to ``_overflow_buf`` is looked at instead: it may hold the overflows of all ranks. As in apex
         (``apex/amp/scaler.py: LossScaler.update_scale``).
         """
-        overflows = self._overflows
-        delayed = overflows.delayed
-        overflows.delayed = []
-        flags = delayed if overflows.lent_buffer is None else [overflows.lent_buffer]
-        if overflows.written is not None and overflows.written is overflows.last:
-            flags = [*flags, overflows.written]
+        delayed = self._delayed
+        self._delayed = []
+        flags = delayed if self._lent_buffer is None else [self._lent_buffer]
         if flags:
-            overflows.add(_torch.any_of([(flag.reshape(()) != 0).float() for flag in flags]))
+            is_set = [(flag.reshape(()) != 0).float() for flag in flags]
+            self.add_found_inf(_torch.any_of(is_set))
         for flag in delayed:
             flag.zero_()  # for the optimizers that hold it: their step is not skipped
         self.adjust(self.take_found_inf())
@@ -415,7 +468,11 @@ class LossScaler:
 
 
 def _float32(number: float) -> torch.Tensor:
-    return torch.tensor(float(number), dtype=torch.float32)
+    return torch.tensor(float(number), dtype=torch.float32, device="cpu")
+
+
+def _refuse_limit(name: str, value: object) -> NoReturn:
+    raise ValueError(f"LossScaler.{name} = {value!r} - a limit is a positive number - write a power of two.")
 
 
 def _check_parallel(method: str, *lists: Sequence[torch.Tensor]) -> None:

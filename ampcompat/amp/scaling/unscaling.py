@@ -75,7 +75,7 @@ def rescale(gradients: ScaledGradients, scaler: LossScaler) -> None:
     """
     before = gradients.scale
     is_one = scaler.is_one and gradients.scalers == [scaler]
-    if before is None or is_one or before is scaler.core.scale:
+    if before is None or is_one or before is scaler.scale:
         return
     tensors = gradients.leaves.tensors()
     scaled = [_entries(param.grad) for param in tensors if param.grad is not None]

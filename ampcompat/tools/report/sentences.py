@@ -58,8 +58,8 @@ def _why_nothing(facts: Facts) -> str:
         )
     if not setting.enabled:
         return "amp.initialize was called with enabled=False."
-    if setting.opt_level == "O0":
-        return "opt_level O0 is float32 throughout."
+    if not setting.half:
+        return f"opt_level {setting.opt_level} is float32 throughout."
     if not any(facts.ops.values()):
         return "no op was traced; a compiled model's are not seen."
     return "what runs is not what amp.initialize was given: pass it the model that is called, and leave its casts on."

@@ -12,17 +12,9 @@ from torch.nn import functional as F
 
 from ampcompat import _torch, amp
 from ampcompat._state import state
-from ampcompat.amp.frontend import OptLevel
+from ampcompat.amp.levels import LEVELS, Level
 from ampcompat.tools.dtypes import dtype_name
 
-#: The half dtype of each level; O0 has none.
-DTYPE_OF_LEVEL: dict[OptLevel, torch.dtype] = {
-    "O1": torch.float16,
-    "O2": torch.float16,
-    "O3": torch.float16,
-    "O4": torch.bfloat16,
-    "O5": torch.bfloat16,
-}
 STEPS = 12
 
 
@@ -78,12 +70,12 @@ PROMOTE_CALLS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
 }
 
 
-def check_ops(device: torch.device, level: OptLevel) -> str:
-    """Each operation returns the dtype of its list at O1 (O4), and about the values that float32 has."""
+def check_ops(device: torch.device, level: str) -> str:
+    """Each operation returns the dtype of its list, and about the values that float32 has."""
     if device.type not in _torch.autocast_device_types():
         raise Skipped("this torch has no autocast for the device")
     exact = torch.linspace(-1.49, 2.0, 64).reshape(8, 8)
-    wide, half = exact.to(device), exact.to(device, DTYPE_OF_LEVEL[level])
+    wide, half = exact.to(device), exact.to(device, LEVELS[level].half_dtype)
     with fresh():
         model = torch.nn.Linear(2, 2).to(device)  # operations outside of it are cast while it is alive
         amp.initialize(model, opt_level=level, verbosity=0)
@@ -165,7 +157,7 @@ def float32_losses(device: torch.device) -> list[float]:
     return losses
 
 
-def check_training(device: torch.device, level: OptLevel) -> str:
+def check_training(device: torch.device, level: str) -> str:
     """The losses of a small training follow those of plain float32, in the dtypes of the level."""
     expected = float32_losses(device)
     seen: list[torch.dtype] = []
@@ -177,32 +169,34 @@ def check_training(device: torch.device, level: OptLevel) -> str:
         hook.remove()
         finite = all(bool(weight.isfinite().all()) for weight in amp.master_params(optimizer))
     expect(finite, "a weight is not finite after the training")
-    half = DTYPE_OF_LEVEL.get(level, torch.float32)
-    casts = level not in ("O1", "O4") or device.type in _torch.autocast_device_types()
-    ran = half if casts else torch.float32
+    row = LEVELS[level]
+    casts_here = device.type in _torch.autocast_device_types()
+    casts = row.casts_model or (row.patch_torch_functions and casts_here)
+    ran = row.half_dtype if casts else torch.float32
     expect(seen[-1] == ran, f"the linear layer ran in {dtype_name(seen[-1])}, not in {dtype_name(ran)}")
     apart = max(abs(loss - base) / (base + 0.1) for loss, base in zip(losses, expected, strict=True))
-    allowed = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.15}[half]
+    allowed = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.15}[ran]
     expect(apart <= allowed, f"the loss is {apart:.1%} from float32's (at most {allowed:.2%})")  # NaN fails
     expect(losses[-1] < 0.5 * losses[0], f"the loss did not fall: {losses[0]:.3g} to {losses[-1]:.3g}")
     return f"loss {losses[0]:.2f} to {losses[-1]:.3f}, within {apart:.2%} of float32"
 
 
-def _check_weights(model: torch.nn.Sequential, optimizer: torch.optim.Optimizer, level: OptLevel) -> None:
+def _check_weights(model: torch.nn.Sequential, optimizer: torch.optim.Optimizer, level: str) -> None:
     """The weights, the batch norm and what the optimizer steps have the dtypes of the level."""
-    half = DTYPE_OF_LEVEL.get(level, torch.float32)
-    weights = half if level in ("O2", "O3", "O5") else torch.float32
-    others = half if level == "O3" else torch.float32
+    row = LEVELS[level]
+    weights = row.half_dtype if row.casts_model else torch.float32
+    norms = torch.float32 if row.keep_batchnorm_fp32 else weights
+    stepped = torch.float32 if row.master_weights else weights
     for what, tensor, dtype in (
         ("weights are", model[0].get_parameter("weight"), weights),
-        ("batch norm is", model[1].get_parameter("weight"), others),
-        ("the optimizer steps", next(amp.master_params(optimizer)), others),
+        ("batch norm is", model[1].get_parameter("weight"), norms),
+        ("the optimizer steps", next(amp.master_params(optimizer)), stepped),
     ):
         expect(tensor.dtype == dtype, f"{what} {dtype_name(tensor.dtype)}, not {dtype_name(dtype)}")
 
 
 # -- resume and overflow -----------------------------------------------------------------------------------------------
-def check_resume(device: torch.device, level: OptLevel) -> str:
+def check_resume(device: torch.device, level: str) -> str:
     """A training that was saved and loaded continues with the losses of one that was not interrupted."""
     data = batch(device)
     with fresh():
@@ -233,7 +227,7 @@ def check_resume(device: torch.device, level: OptLevel) -> str:
     return "the same bits" if apart == 0 else f"within {apart:.1e}"
 
 
-def check_overflow(device: torch.device, level: OptLevel) -> str:
+def check_overflow(device: torch.device, level: str) -> str:
     """An overflow skips its step, halves the scale, and the next step is made."""
     data = batch(device)
     with fresh():
@@ -256,10 +250,33 @@ def _equal(weights: list[torch.Tensor], optimizer: torch.optim.Optimizer) -> boo
     return all(torch.equal(a, b) for a, b in zip(weights, amp.master_params(optimizer), strict=True))
 
 
-#: What is checked on each device: a name, the check and its levels.
-CHECKS: tuple[tuple[str, Callable[[torch.device, OptLevel], str], tuple[OptLevel, ...]], ...] = (
-    ("ops", check_ops, ("O1", "O4")),
-    ("training", check_training, ("O0", *DTYPE_OF_LEVEL)),
-    ("resume", check_resume, ("O1", "O2")),
-    ("overflow", check_overflow, ("O1", "O2")),
+# -- all checks --------------------------------------------------------------------------------------------------------
+Check = Callable[[torch.device, str], str]
+
+
+def each_check() -> Iterator[tuple[str, Check, str]]:
+    """What is checked on each device: a name, the check, and a level that it is for."""
+    for name, check, fits in _CHECKS:
+        for level, row in LEVELS.items():
+            if fits(row):
+                yield name, check, level
+
+
+def _casts_functions(row: Level) -> bool:
+    return row.patch_torch_functions
+
+
+def _moves_its_scale(row: Level) -> bool:
+    return row.loss_scale == "dynamic"
+
+
+def _is_any(row: Level) -> bool:
+    return True
+
+
+_CHECKS: tuple[tuple[str, Check, Callable[[Level], bool]], ...] = (
+    ("ops", check_ops, _casts_functions),
+    ("training", check_training, _is_any),
+    ("resume", check_resume, _moves_its_scale),
+    ("overflow", check_overflow, _moves_its_scale),
 )

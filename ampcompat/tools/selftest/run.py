@@ -47,9 +47,8 @@ def run(devices: Sequence[str]) -> Iterator[Row]:
         started = {kind: stack.enter_context(ranks.started(kind)) for kind in kinds if ranks.can_start(kind)}
         checks.build(torch.device("cpu"))  # the first optimizer imports torch's compiler, which takes seconds
         for name in devices:
-            for check, function, levels in checks.CHECKS:
-                for level in levels:
-                    yield _row(name, check, level, partial(function, torch.device(name), level))
+            for check, function, level in checks.each_check():
+                yield _row(name, check, level, partial(function, torch.device(name), level))
         for kind in kinds:
             yield _row(kind, "ddp", ", ".join(ranks.LEVELS), started.get(kind, _cannot_start))
 

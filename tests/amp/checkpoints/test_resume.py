@@ -62,6 +62,7 @@ def test_across_levels_in_one_process_with_the_same_objects(via, optimizer):
     for _ in range(4):
         reference.step()
     uninterrupted = reference.facts()
+    del reference
     run = Run("O2", optimizer)
     for _ in range(3):
         run.step()

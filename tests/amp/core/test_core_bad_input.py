@@ -332,10 +332,10 @@ AFTER = {
         IndexError,
         r"loss_id=2 - amp.initialize\(num_losses=2\) made scalers 0 to 1 - pass one of these, or a larger num_losses",
     ),
-    "loss_id negative": (
-        enter(stepped, opt2, loss_id=-1),
+    "loss_id too small": (
+        enter(stepped, opt2, loss_id=-3),
         IndexError,
-        "loss_id=-1 - .* made scalers 0 to 1 - pass one",
+        "loss_id=-3 - .* made scalers 0 to 1 - pass one",
     ),
     "loss_id a string": (
         enter(stepped, opt2, loss_id="G"),
@@ -343,9 +343,9 @@ AFTER = {
         "loss_id='G' - .* made scalers 0 to 1 - pass one",
     ),
     "loss_id a tensor": (
-        enter(stepped, opt2, loss_id=torch.tensor(0, device="cpu")),
+        enter(stepped, opt2, loss_id=torch.tensor(0.0, device="cpu")),
         IndexError,
-        r"loss_id=tensor\(0\) - .*",
+        r"loss_id=tensor\(0.\) - .*",
     ),
     "loss complex": (
         enter(lambda s: torch.ones((), dtype=torch.complex64), opt2),

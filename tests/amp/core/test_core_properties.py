@@ -1,13 +1,11 @@
 """Levels, overrides and the rules between them."""
 
 import itertools
-from typing import get_args
 
 import pytest
 import torch
 
 from ampcompat import amp
-from ampcompat._types import OptLevel
 from ampcompat.amp.frontend import Properties
 from ampcompat.amp.levels import LEVELS, Level
 from ampcompat.amp.properties import read_properties
@@ -171,10 +169,6 @@ def test_what_a_new_row_with_casts_allows_follows_from_it(monkeypatch):
     model = torch.nn.Linear(2, 2)
     model, _ = amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O6", verbosity=0)
     assert model(torch.ones(1, 2)).dtype == torch.bfloat16
-
-
-def test_the_type_of_opt_level_lists_the_rows():
-    assert get_args(OptLevel) == tuple(LEVELS)
 
 
 def test_a_row_of_a_dtype_that_nothing_handles_is_refused():

@@ -137,7 +137,8 @@ def test_each_call_of_initialize_owns_its_scalers():
     first, first_optimizer = start("O2")
     second, second_optimizer = start("O1", model=net(1), loss_scale=4.0)
     backward(first, first_optimizer, times=INF)
-    assert scales() == [4.0]
+    assert [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers] == [4.0]
+    assert scales() == [4.0, 2.0**15]
     assert scaler_of(first_optimizer).loss_scale() == 2.0**15
     with amp.scale_loss(loss_of(second), second_optimizer) as scaled:
         assert float(scaled.detach()) == 4.0 * float(loss_of(second).detach())

@@ -63,8 +63,6 @@ class Watched:
 
     def state(self):
         scaler = attributes(self.scaler)
-        scaler |= {f"core.{name}": value for name, value in attributes(scaler.pop("core")).items()}
-        scaler |= {f"_overflows.{name}": value for name, value in attributes(scaler.pop("_overflows")).items()}
         gradients = {**attributes(self.set), "users": dict(self.set.users)}
         last_step = attributes(self.stash.last_step)
         block = {} if self.block is None else {name: getattr(self.block, name, None) for name in BLOCK_ATTRIBUTES}
