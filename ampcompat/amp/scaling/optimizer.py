@@ -8,11 +8,10 @@ Bound methods, with ``functools.wraps``: LR schedulers built before or after ``i
 
 from __future__ import annotations
 
-import copy
 import functools
 import types
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +23,7 @@ from ampcompat.amp.casts.contexts import CastsOff, save
 from ampcompat.amp.half.masters import Master, drop_cleared_gradients, master_of, push_all, zero_gradients
 from ampcompat.amp.scaling import block, legacy_methods, passes
 from ampcompat.amp.scaling.closures import step_with_closure
-from ampcompat.amp.scaling.exchange import give_back_params, inner_optimizers, match_state
+from ampcompat.amp.scaling.exchange import give_back_params, match_state
 from ampcompat.amp.scaling.gradient_sets import regroup, sets_of
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
 from ampcompat.amp.scaling.session import Session
@@ -37,8 +36,7 @@ def attach(optimizer: Optimizer, session: Session) -> None:
     The caller calls ``regroup`` when it has attached all.
     """
     earlier: AmpOptimizerState | None = getattr(optimizer, "_amp_stash", None)
-    # A copy, so that the earlier one can be put back if ``initialize`` fails.
-    stash = AmpOptimizerState(session) if earlier is None else copy.copy(earlier)
+    stash = AmpOptimizerState(session) if earlier is None else earlier
     stash.session = session
     optimizer._amp_stash = stash
     state.optimizers.live[optimizer] = None
@@ -73,22 +71,6 @@ def detach(optimizer: Optimizer) -> None:
         vars(optimizer).pop(name, None)
     state.optimizers.live.pop(optimizer, None)
     regroup()
-
-
-def remember(optimizer: Optimizer, undo: ExitStack) -> None:
-    """Have ``undo`` put ``optimizer`` back as it is now: callbacks run in reverse order."""
-    undo.callback(regroup)
-    for each in (optimizer, *inner_optimizers(optimizer)):
-        for group in each.param_groups:
-            undo.callback(group["params"].__setitem__, slice(None), list(group["params"]))
-            for param in group["params"]:
-                undo.callback(setattr, param, "grad", param.grad)
-        undo.callback(each.state.update, dict(each.state))
-        undo.callback(each.state.clear)
-    undo.callback(vars(optimizer).update, dict(vars(optimizer)))
-    undo.callback(vars(optimizer).clear)
-    for members in (state.optimizers.live, state.optimizers.disabled):
-        undo.callback(members.setdefault if optimizer in members else members.pop, optimizer, None)
 
 
 def _wrap(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
