@@ -51,6 +51,7 @@ def cast_weights(
         target = target_dtype(module, dtype, keep_fp32, keep_batchnorm_fp32)
         if target is None:
             continue
+        dtypes_before = [tensor.dtype for _, tensor in own_tensors(module)]
         if target == torch.float32:
             _restore(module)
             unhook(module)
@@ -59,6 +60,9 @@ def cast_weights(
             _halve(module, target, has_masters, trained, refcount_probe)
             if not has_masters:
                 set_masters(module, {})
+        was_cast = [tensor.dtype for _, tensor in own_tensors(module)] != dtypes_before
+        if was_cast and isinstance(module, torch.nn.RNNBase):
+            _flatten(module)
 
 
 def target_dtype(
@@ -123,6 +127,13 @@ def _halve(
             master.retire()
         elif master is not None and not trained.isdisjoint((id(tensor), id(master.value))):
             ensure_master(module, name)
+
+
+def _flatten(module: torch.nn.RNNBase) -> None:
+    """Put the weights of ``module``, each of which the cast gave memory of its own, into one buffer for cuDNN again."""
+    module.flatten_parameters()
+    for master in masters_by_name(module).values():
+        master.note_pushed()  # it has moved the half weights, and taken their ``data``
 
 
 def _castable_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

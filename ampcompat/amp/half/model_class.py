@@ -181,10 +181,8 @@ def _with_signature_of(declared: Any, cls: Any, forward: Callable[..., object]) 
     except ValueError:  # a builtin shows none
         return forward
     parameters = list(signature.parameters.values())
-    has_no_self = isinstance(declared, (staticmethod, classmethod, MethodType)) or not hasattr(
-        type(declared), "__get__"
-    )
-    if has_no_self:
+    is_bound_already = isinstance(declared, (staticmethod, classmethod, MethodType))
+    if is_bound_already or not hasattr(type(declared), "__get__"):
         parameters.insert(0, inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY))
     vars(forward)["__signature__"] = signature.replace(parameters=parameters)
     return forward
