@@ -53,6 +53,7 @@ MASTERS: Final = Table(
         ("`load_state_dict`", "rounded from what was loaded", "what was loaded"),
         ("half written, its version moves", "kept", "takes the elements that differ"),
         ("half written through `data`", "kept", "takes the elements that differ"),
+        ("half written through an older alias", "kept until the next step", "at `amp.sync_masters` alone"),
         ("half written, and written back", "kept", "kept"),
         ("value written", "rounded from value", "kept"),
         ("both written, with no look between", "kept", "takes the elements that differ"),

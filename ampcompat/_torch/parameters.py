@@ -27,30 +27,30 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
         tensor.data = data
 
 
-def watch_parameter_data(taken: Callable[[torch.Tensor, torch.Tensor | None], None], undo: ExitStack) -> None:
-    """Call ``taken(param, alias)`` when ``param.data`` of any ``Parameter`` is read or assigned.
+def watch_parameter_data(taken: Callable[[torch.Tensor], None], undo: ExitStack) -> None:
+    """Call ``taken(param)`` when ``param.data`` of any ``Parameter`` is read or assigned, before that is done.
 
-    ``alias`` shares memory with ``param``, so that code which holds it, or a view of it, can write to ``param`` without
-    moving its version. Collectives (``dist.broadcast(param, 0)``) do so as well: then there is no alias.
+    Code that holds ``param.data`` can write to ``param`` without moving its version. Collectives
+    (``dist.broadcast(param, 0)``) write that way too, so they call ``taken`` as well.
 
     A property of ``torch.nn.Parameter``, and no subclass: torch compares ``type(p)`` with ``Parameter`` where it takes
     its fast paths, and ``Parameter(p)`` refuses a ``p`` of another class.
     """
 
     def get(param: torch.Tensor) -> torch.Tensor:
-        alias: torch.Tensor = _DATA.__get__(param)
-        taken(param, alias)
-        return alias
+        taken(param)
+        data: torch.Tensor = _DATA.__get__(param)
+        return data
 
     def assign(param: torch.Tensor, data: torch.Tensor) -> None:
+        taken(param)
         _DATA.__set__(param, data)
-        taken(param, data)
 
     replace(torch.nn.Parameter, "data", property(get, assign), undo)
     _watch_collectives(taken, undo)
 
 
-def _watch_collectives(taken: Callable[[torch.Tensor, torch.Tensor | None], None], undo: ExitStack) -> None:
+def _watch_collectives(taken: Callable[[torch.Tensor], None], undo: ExitStack) -> None:
     if not torch.distributed.is_available():
         return
     from torch.distributed import distributed_c10d
@@ -60,6 +60,6 @@ def _watch_collectives(taken: Callable[[torch.Tensor, torch.Tensor | None], None
     def checked(param: Any, name: str) -> None:
         check(param, name)
         if isinstance(param, torch.nn.Parameter):
-            taken(param, None)
+            taken(param)
 
     replace(distributed_c10d, "_check_single_tensor", checked, undo)

@@ -98,8 +98,7 @@ def _refuse_unsupported_weights(module: torch.nn.Module) -> None:
 
 def _is_half_by_amp(module: torch.nn.Module, param: torch.Tensor) -> bool:
     """Whether an earlier call of ``initialize`` has cast ``param`` of ``module``."""
-    record = half_weights(module)
-    return record is not None and record.dtype == param.dtype
+    return half_weights(module) is not None and param.dtype in HALF_DTYPES
 
 
 def _why_unsupported(param: torch.nn.Parameter, is_half_already: bool) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -17,7 +16,7 @@ from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES, Optimizer, Options
 from ampcompat.amp import arguments
 from ampcompat.amp.adapters import checkpoint_names, ddp, fsdp, wrapped
-from ampcompat.amp.casts.ambience import set_ambient
+from ampcompat.amp.casts.rules import rules_by_name
 from ampcompat.amp.half.boundary import BoundaryPolicy, replace_policy
 from ampcompat.amp.half.casting import cast_weights
 from ampcompat.amp.half.forward import ModelPolicy
@@ -134,7 +133,10 @@ def initialize(
             at another level than before without the optimizer that steps it.
         TypeError: Something is not a model, an optimizer or a dtype, or a string in the place of ``enabled`` names
             another level than ``opt_level``.
-        ValueError: A flag, scale or count cannot be read. Nothing is changed by a call that raises.
+        ValueError: A flag, scale or count cannot be read.
+
+    All of these are raised before anything is changed. What fails later, because memory runs out, is repaired by the
+    same call, made again.
     """
     arguments.refuse_other_level(enabled, opt_level)
     if enabled:
@@ -156,6 +158,8 @@ def initialize(
             for loss_id in range(num_losses)
         ]
         session = Session(options, half_dtype, cast_model_outputs, scalers)
+        if session.policy.casts.enabled:
+            rules_by_name()  # raises for an entry that a script has put on a list of ops
     else:
         session = Session(Properties())
         objects = _Objects(_models_under_amp(models), arguments.as_optimizers(optimizers))
@@ -329,44 +333,39 @@ def _print_options(options: Properties) -> None:
 
 # -- what a call changes -----------------------------------------------------------------------------------------------
 def _take_over(session: Session, objects: _Objects) -> None:
-    """Change everything that a call changes, or nothing: each change puts its own undo on a stack.
+    """Change everything that a call changes; the checks have been made.
 
-    A session that is not enabled takes models and optimizers out of amp, and leaves alone what is not under it.
+    What fails here (memory runs out) leaves objects half way. The same call, made again, completes them: each change
+    begins with what it finds. A session that is not enabled takes models and optimizers out of amp, and leaves alone
+    what is not under it.
     """
-    view = _view_of(session, objects)
-    policy = session.policy
     newcomers = _ids_that_come_under_amp(objects.models)
-    with ExitStack() as undo:
-        undo.callback(set_ambient, state.casts.device_types)
-        undo.callback(session.end_casts)
-        for model in objects.models:
-            undo.callback(set_policy, model, model.__dict__.get("_amp_policy"))
-        if objects.changes:
-            fsdp.apply(objects.changes, undo)
-        _cast_models(session, objects, undo)
-        for model in objects.models:
-            set_policy(model, policy if session.enabled else None)
-        for optimizer in objects.optimizers:
-            if session.enabled:
-                wrapped.wrap(optimizer)
-                amp_optimizer.attach(optimizer, session)
-            else:
-                _release_optimizer(optimizer)
-        follow_groups(newcomers)
+    if objects.changes:
+        fsdp.apply(objects.changes)
+    _cast_models(session, objects)
+    for model in objects.models:
+        set_policy(model, session.policy if session.enabled else None)
+    view = _view_of(session, objects)
+    for optimizer in objects.optimizers:
         if session.enabled:
-            ddp.install()
-            session.begin_casts()
-            if session.policy.master_weights:
-                watch_torch()
-            checkpoint.restore_after_initialize(session)
-        undo.pop_all()
+            wrapped.wrap(optimizer)
+            amp_optimizer.attach(optimizer, session)
+        else:
+            _release_optimizer(optimizer)
+    follow_groups(newcomers)
     if session.enabled:
+        ddp.install()
+        session.begin_casts()
+        if session.policy.master_weights:
+            watch_torch()
         watch_modules()
-        if policy.master_weights or not all(scaler.is_one for scaler in session.scalers):
+        if session.policy.master_weights or not all(scaler.is_one for scaler in session.scalers):
             watch_more(len(session.scalers))
     state.view = view
     state.session = session
-    if objects.models and not session.enabled:
+    if session.enabled:
+        checkpoint.restore_after_initialize(session)
+    elif objects.models:
         release_casts()  # ambient casts stay while other models need them for their losses
 
 
@@ -384,7 +383,7 @@ def _view_of(session: Session, objects: _Objects) -> dict[str, Any]:
     return view
 
 
-def _cast_models(session: Session, objects: _Objects, undo: ExitStack) -> None:
+def _cast_models(session: Session, objects: _Objects) -> None:
     """Cast the weights of all models, or restore them, and put boundaries around what is kept in float32."""
     options = session.properties.options
     policy = session.policy
@@ -394,7 +393,6 @@ def _cast_models(session: Session, objects: _Objects, undo: ExitStack) -> None:
     cast_weights(
         parts,
         options["cast_model_type"] or None,
-        undo,
         keep_fp32={part for module in objects.kept for part in module.modules()},
         keep_batchnorm_fp32=bool(options["keep_batchnorm_fp32"]),
         has_masters=policy.master_weights,
@@ -407,7 +405,6 @@ def _cast_models(session: Session, objects: _Objects, undo: ExitStack) -> None:
         before = part.__dict__.get("_amp_policy")
         is_kept = part in objects.kept
         if is_kept or isinstance(before, BoundaryPolicy):
-            undo.callback(replace_policy, part, before)
             replace_policy(part, boundary if is_kept else None)
 
 

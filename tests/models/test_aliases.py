@@ -32,11 +32,11 @@ def test_a_half_buffer_that_is_written_after_a_save(look, level):
     assert not torch.equal(before, model.state_dict()["1.running_mean"])
 
 
-@pytest.mark.parametrize("look", [save, copy.deepcopy])
-def test_a_weight_written_through_an_alias_from_before_the_save(look):
+def test_a_weight_written_through_an_alias_from_before_the_save():
+    """No step comes between: the next one would round the master over what is written after it."""
     model, _ = start()
     alias = model[0].weight.data
-    look(model)
+    save(model)
     alias.zero_()
     model(torch.ones(4, 8))
     assert not model[0].weight.any()

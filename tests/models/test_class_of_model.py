@@ -1,6 +1,7 @@
 """What a script sees of the class of an initialized model, and of its forward, is the model's own."""
 
 import copy
+import functools
 import inspect
 import io
 import pickle
@@ -200,3 +201,77 @@ def test_the_exporter_of_torchscript_finds_the_tensors_that_the_forward_reads(le
         if "Module onnx is not installed" not in str(error):
             raise
     assert {value.dtype for value in model.state_dict(keep_vars=True).values()} == {torch.float32, torch.int64}
+
+
+# -- kinds of forward --------------------------------------------------------------------------------------------------
+def doubled(x, scale: float = 2.0):
+    return x * scale
+
+
+class Helper:
+    def double(self, x, scale: float = 2.0):
+        return x * scale
+
+
+class Callable:
+    def __call__(self, x, scale: float = 2.0):
+        return x * scale
+
+
+class OfClass(nn.Linear):
+    factor = 2.0
+
+    @classmethod
+    def forward(cls, x, scale: float = 1.0):
+        assert cls is OfClass
+        return x * cls.factor * scale
+
+
+class Dispatching(nn.Linear):
+    @functools.singledispatchmethod
+    def forward(self, x, scale: float = 2.0):
+        return x * scale + 0 * self.weight.sum()
+
+
+class PartialMethod(nn.Linear):
+    def scaled(self, scale, x):
+        return x * scale + 0 * self.weight.sum()
+
+    forward = functools.partialmethod(scaled, 2.0)
+
+
+def kind_of_forward(forward):
+    return type("Kind", (nn.Linear,), {"forward": forward})
+
+
+KINDS = {
+    "staticmethod": kind_of_forward(staticmethod(doubled)),
+    "classmethod": OfClass,
+    "bound method": kind_of_forward(Helper().double),
+    "partial": kind_of_forward(functools.partial(doubled, scale=2.0)),
+    "callable": kind_of_forward(Callable()),
+    "builtin": kind_of_forward(torch.relu),
+    "partialmethod": PartialMethod,
+    "singledispatchmethod": Dispatching,
+    "inherited": type("Child", (kind_of_forward(staticmethod(doubled)),), {}),
+}
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forward_of_any_kind_is_bound_as_plain_torch_binds_it(kind, level):
+    plain, model = KINDS[kind](2, 2), KINDS[kind](2, 2)
+    model, _ = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    x = torch.tensor([[1.0, 2.0]])
+    for out in (model(x), model.forward(x), copy.deepcopy(model)(x)):
+        assert torch.equal(out, plain(x))
+        assert out.dtype == torch.float32
+    if kind not in ("builtin", "singledispatchmethod"):  # the first shows no signature, the second ``self`` too
+        assert inspect.signature(model.forward) == inspect.signature(plain.forward)
+
+
+@pytest.mark.parametrize("kind", ["staticmethod", "partial"])
+def test_a_forward_of_another_kind_is_compiled(kind):
+    model = amp.initialize(KINDS[kind](2, 2), opt_level="O2", verbosity=0)
+    x = torch.tensor([[1.0, 2.0]])
+    assert torch.equal(torch.compile(model, backend="eager")(x), x * 2)

@@ -7,6 +7,7 @@ up without an error, in plain torch as well.
 import pytest
 import torch
 from amp_training import make_step
+from internals import masters_of
 from seeded import seeded
 from torch import nn
 
@@ -183,3 +184,56 @@ def test_weights_that_are_not_numbers_are_written_by_nobody(level):
     model(torch.ones(()))
     x = torch.ones((), requires_grad=True)
     (model(x) + model(x)).backward()
+
+
+# -- weights of RNNs, which cuDNN wants in one buffer ------------------------------------------------------------------
+class Flattened(nn.LSTM):
+    """Notes the dtypes of weights that are flattened, and moves them, as cuDNN does."""
+
+    def __init__(self):
+        self.seen = None
+        super().__init__(4, 4)
+        self.seen = []
+
+    def flatten_parameters(self):
+        if self.seen is not None:
+            self.seen.append({weight.dtype for weight in self._flat_weights})
+            for weight in self._flat_weights:
+                weight.data = weight.data.clone()
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = Flattened()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0])
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_an_rnn_is_flattened_once_for_each_cast(level):
+    model = Recurrent()
+    exact = model.state_dict()
+    exact = {name: value.clone() for name, value in exact.items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    half = torch.bfloat16 if level == "O5" else torch.float16
+    assert model.rnn.seen == [{half}]
+    assert not any(master.half_was_written for master in masters_of(model))
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert model.rnn.seen == [{half}]
+    plain = amp.unwrap(model)
+    assert plain.rnn.seen[-1] == {torch.float32}
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    assert model.rnn.seen == [{half}, {torch.float32}]
+    if level != "O3":
+        assert all(torch.equal(value, exact[name]) for name, value in model.state_dict().items())
+
+
+def test_an_rnn_that_is_not_cast_is_left_as_it_is():
+    for options in ({"opt_level": "O1"}, {"opt_level": "O2", "keep_fp32": nn.LSTM}):
+        model = Recurrent()
+        amp.initialize(model, verbosity=0, **options)
+        assert model.rnn.seen == []

@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from counting import Counter
+from counting import Counter, counted
 from nets import MASTER_LEVELS
 from seeded import seeded
 
@@ -153,24 +153,6 @@ def logged_and_clipped(run, index):
     assert all(param.data.abs().max() <= 0.25 for param in run.model.parameters())
 
 
-def a_kept_alias(run, index):
-    """Taken once, written later, step after step."""
-    if not hasattr(run, "aliases"):
-        run.aliases = [param.data for param in run.model.parameters()]
-        run.first = index
-    if index >= run.first + 2:
-        for alias in run.aliases:
-            alias.clamp_(-0.125, 0.125)
-
-
-def a_kept_view(run, index):
-    """The tensor that ``.data`` gave is gone; a view of it is not."""
-    if not hasattr(run, "row"):
-        run.row = run.model.head.weight.data[0]
-    else:
-        run.row.fill_(index / 8)
-
-
 def vectors(run, index):
     vector = torch.nn.utils.parameters_to_vector(run.model.parameters()).detach()
     torch.nn.utils.vector_to_parameters(vector.clamp(-0.25, 0.25), run.model.parameters())
@@ -178,8 +160,7 @@ def vectors(run, index):
 
 IDIOMS = (federated_averaging, population_training, new_head, new_head_by_init, revived_codes, pruning_mask)
 IDIOMS += (weight_decay_by_hand, clipping_that_bites_late, clipped_masters, clipped_groups)
-IDIOMS += (average_put_in_and_out_again, average_put_in_for_good, logged_and_clipped, a_kept_alias, a_kept_view)
-IDIOMS += (vectors,)
+IDIOMS += (average_put_in_and_out_again, average_put_in_for_good, logged_and_clipped, vectors)
 
 
 @pytest.mark.parametrize("first", FIRST)
@@ -228,6 +209,54 @@ def test_what_was_not_written_keeps_its_low_bits(level, first):
         run.step()
 
 
+@pytest.mark.parametrize("level", ["O0", *MASTER_LEVELS])
+def test_an_alias_from_before_the_last_step_is_found_by_sync_masters(level):
+    """Nothing else tells of a write through it; a step would round the master over it."""
+    run = Run(level)
+    aliases = [param.data for param in run.model.parameters()]
+    row = run.model.head.weight.data[0]
+    for _ in range(3):
+        run.step()
+        for alias in aliases:
+            alias.clamp_(-0.125, 0.125)
+        row.fill_(0.5)
+        amp.sync_masters(run.model)
+    run.step()
+    want = Run("O0")
+    for _ in range(3):
+        want.step()
+        for param in want.model.parameters():
+            param.data.clamp_(-0.125, 0.125)
+        want.model.head.weight.data[0] = 0.5
+    want.step()
+    for name, value in want.weights().items():
+        assert torch.equal(run.weights()[name], value), name
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_state_dict_that_is_kept_costs_forwards_nothing(level):
+    """The idiom of early stopping: the best weights so far are kept, and training goes on."""
+
+    def forward():
+        run.model(torch.ones(()))
+
+    run = Run(level)
+    run.step()
+    plain = counted(forward)
+    kept = [run.model.state_dict()]
+    forward()  # rounds it into the model, once
+    for _ in range(3):
+        assert counted(forward) == plain
+        run.step()
+    run.model.eval()
+    kept.append(run.model.state_dict())
+    forward()
+    assert counted(forward) == plain
+    kept[0]["head.weight"].fill_(0.5)
+    assert counted(forward)["ops"] > plain["ops"]
+    assert (run.model.head.weight == 0.5).all()
+
+
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_no_write_costs_a_host_sync(level):
     """Nor does a moving average over ``state_dict()``, nor the first step."""
@@ -235,7 +264,7 @@ def test_no_write_costs_a_host_sync(level):
     average = copy.deepcopy(run.model)
     with Counter() as counter:
         for index in range(4):
-            for write in (clipping_that_bites_late, clipped_masters, new_head_by_init, a_kept_alias):
+            for write in (clipping_that_bites_late, clipped_masters, new_head_by_init):
                 write(run, index)
             run.step()
             for mean, value in zip(average.state_dict().values(), run.model.state_dict().values(), strict=True):

@@ -11,7 +11,6 @@ apex had no support for it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -108,10 +107,9 @@ def _refuse_other_shards(units: list[_torch.ShardedUnit], models: Sequence[torch
             )
 
 
-def apply(changes: list[Change], undo: ExitStack) -> None:
-    """Make ``changes``, and have ``undo`` take them back."""
+def apply(changes: list[Change]) -> None:
+    """Make ``changes``."""
     for unit, policy in changes:
-        undo.callback(unit.set_policy, unit.policy)
         unit.set_policy(policy)
         for module, name in unit.holders():
             known: frozenset[str] = module.__dict__.get("_amp_sharded", frozenset())

@@ -1,9 +1,8 @@
-"""Casting a model's weights to half in place, and back to float32, with a way to undo either."""
+"""Casting a model's weights to half in place, and back to float32."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Set
-from contextlib import ExitStack
 
 import torch
 
@@ -19,7 +18,6 @@ _CASTABLE = (*HALF_DTYPES, torch.float32, torch.float64)
 def cast_weights(
     modules: Collection[torch.nn.Module],
     dtype: torch.dtype | None,
-    undo: ExitStack,
     *,
     keep_fp32: Collection[torch.nn.Module] = (),
     keep_batchnorm_fp32: bool = False,
@@ -31,10 +29,12 @@ def cast_weights(
     Parameters keep their identity. Weights that an earlier call had cast are restored from their masters first. As in
     apex (``apex/fp16_utils/fp16util.py: convert_network``), which made masters of all parameters.
 
+    Each tensor is changed when its new memory has been allocated, and those that are cast already are left as they are:
+    a call that ran out of memory can be made again, and loses no bit.
+
     Args:
         modules: Each part of the models, once.
         dtype: Half dtype or ``torch.float32``. None leaves alone what no earlier call had cast, and restores the rest.
-        undo: Gets callbacks that make the modules what they were.
         keep_fp32: Modules that stay float32.
         keep_batchnorm_fp32: Whether affine batch norm stays float32.
         has_masters: Whether half tensors get float32 masters, when these are first needed.
@@ -51,15 +51,18 @@ def cast_weights(
         target = target_dtype(module, dtype, keep_fp32, keep_batchnorm_fp32)
         if target is None:
             continue
-        _remember_record(module, undo)
+        dtypes_before = [tensor.dtype for _, tensor in own_tensors(module)]
         if target == torch.float32:
-            _restore(module, undo)
+            _restore(module)
             unhook(module)
         else:
             hook(module, target, has_masters)
-            _halve(module, target, undo, has_masters, trained, refcount_probe)
+            _halve(module, target, has_masters, trained, refcount_probe)
             if not has_masters:
                 set_masters(module, {})
+        was_cast = [tensor.dtype for _, tensor in own_tensors(module)] != dtypes_before
+        if was_cast and isinstance(module, torch.nn.RNNBase):
+            _flatten(module)
 
 
 def target_dtype(
@@ -84,16 +87,13 @@ def _is_affine_batch_norm(module: torch.nn.Module) -> bool:
 
 
 # -- the tensors of one module -----------------------------------------------------------------------------------------
-def _restore(module: torch.nn.Module, undo: ExitStack) -> None:
+def _restore(module: torch.nn.Module) -> None:
     """Cast the floating tensors that ``module`` itself holds to float32, each to the values of its master."""
     for name, tensor in _castable_tensors(module):
-        is_restored = (
-            tensor.dtype == torch.float32 and master_of(tensor) is None
-        )  # already, through a module that it is tied to
-        if is_restored:
+        is_restored = tensor.dtype == torch.float32 and master_of(tensor) is None
+        if is_restored:  # through a module that it is tied to, or by a call that failed
             continue
         master = _synced_master(module, name, tensor)
-        _remember_tensor(tensor, master, undo)
         _cast(tensor, _exact_values(tensor, master), torch.float32)
         if master is not None:
             master.retire()
@@ -102,7 +102,6 @@ def _restore(module: torch.nn.Module, undo: ExitStack) -> None:
 def _halve(
     module: torch.nn.Module,
     dtype: torch.dtype,
-    undo: ExitStack,
     has_masters: bool,
     trained: Set[int],
     refcount_probe: torch.Tensor,
@@ -112,22 +111,29 @@ def _halve(
         master = _synced_master(module, name, tensor)
         leaves_memory = tensor.dtype == torch.float32 and _torch.owns_memory_alone(tensor, refcount_probe)
         exact = _exact_values(tensor, master)
+        value: torch.Tensor | None = None
+        if master is None and id(tensor) in trained:
+            # The cast leaves float32 memory; where nothing else holds it, the master takes it over, without a copy.
+            value = exact if leaves_memory else exact.to(torch.float32, copy=True)
         if tensor.dtype != dtype:
-            _remember_tensor(tensor, master, undo)
             _cast(tensor, exact, dtype)
             if master is not None:
                 master.dtype = dtype
                 master.push()
-        if master is not None and not has_masters:
-            _remember_tensor(tensor, master, undo)
+        if value is not None:
+            ensure_master(module, name, torch.nn.Parameter(value, tensor.requires_grad))
+        elif master is not None and not has_masters:
             tensor.grad = None
             master.retire()
-        elif master is None and id(tensor) in trained:
-            # The cast has left float32 memory; where nothing else holds it, the master takes it over, without a copy.
-            value = exact if leaves_memory else exact.to(torch.float32, copy=True)
-            ensure_master(module, name, torch.nn.Parameter(value, tensor.requires_grad))
         elif master is not None and not trained.isdisjoint((id(tensor), id(master.value))):
             ensure_master(module, name)
+
+
+def _flatten(module: torch.nn.RNNBase) -> None:
+    """Put the weights of ``module``, each of which the cast gave memory of its own, into one buffer for cuDNN again."""
+    module.flatten_parameters()
+    for master in masters_by_name(module).values():
+        master.note_pushed()  # it has moved the half weights, and taken their ``data``
 
 
 def _castable_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -151,31 +157,7 @@ def _exact_values(tensor: torch.Tensor, master: Master | None) -> torch.Tensor:
 
 def _cast(tensor: torch.Tensor, exact: torch.Tensor, target: torch.dtype) -> None:
     """Give ``tensor`` the values ``exact`` in ``target``, in memory of its own."""
+    data = exact.clone() if target == exact.dtype else exact.to(target)
     # A gradient cannot have another dtype than its parameter, and a stale one must not be stepped with.
     tensor.grad = None
-    _torch.set_data(tensor, exact.clone() if target == exact.dtype else exact.to(target))
-
-
-# -- undo --------------------------------------------------------------------------------------------------------------
-def _remember_record(module: torch.nn.Module, undo: ExitStack) -> None:
-    """Have ``undo`` give ``module`` the record, the masters and the hooks that it has now."""
-    record = half_weights(module)
-    if record is None:
-        undo.callback(unhook, module)
-        return
-    undo.callback(set_masters, module, dict(record.masters))
-    undo.callback(hook, module, record.dtype, record.has_masters)  # runs first
-
-
-def _remember_tensor(tensor: torch.Tensor, master: Master | None, undo: ExitStack) -> None:
-    """Have ``undo`` give ``tensor`` the data, the gradient and the ``master`` that it has now."""
-    undo.callback(_put_back, tensor, _torch.data_of(tensor), tensor.grad, master)
-
-
-def _put_back(tensor: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None, master: Master | None) -> None:
     _torch.set_data(tensor, data)
-    tensor.grad = grad
-    if master is not None:
-        master.dtype = data.dtype
-        master.register()
-        master.note_equal()

@@ -12,6 +12,7 @@ event                                half (the model's tensor)      value (the f
 ``load_state_dict``                  rounded from what was loaded   what was loaded
 half written, its version moves      kept                           takes the elements that differ
 half written through ``data``        kept                           takes the elements that differ
+half written through an older alias  kept until the next step       at ``amp.sync_masters`` alone
 half written, and written back       kept                           kept
 value written                        rounded from value             kept
 both written, with no look between   kept                           takes the elements that differ
@@ -29,21 +30,21 @@ deepcopy, pickle                     copied                         copied
 wrote keeps its low bits.
 
 Which copy was written is known, not guessed. Writes in place move a tensor's version counter, and ``half.to(...)`` its
-address. Writes through ``param.data`` move neither, so that taking ``data`` is noted: of a parameter with a master, its
-``data`` is taken through :func:`_note_taken`. An alias stays noted as long as it is alive. A copy that was neither
-counted nor noted is not looked at, and nothing here reads the device.
+address. Writes through ``param.data`` move neither, so each copy has a flag: whether its ``data`` was taken, and may
+have been written. Flags end when both copies are equal again, at the latest with the next step: a write through an
+alias from before is found by :func:`sync_all` alone. A copy whose version, address and flag tell nothing is not looked
+at, and nothing here reads the device.
 
-A forward needs half weights that follow their masters (:func:`push_written`); it computes with half weights that a
-script has written as they are. Masters follow these before a step, a save or a copy (:func:`sync_written`): a weight
-that was written for a forward and written back by then has kept every bit of its master.
+To *push* is to round a master into its half weight, to *pull* is to take what was written to a half weight into its
+master, to *sync* is to do whichever is due. A forward only pushes (:func:`push_written`): half weights that a script
+wrote are used unchanged. A step, a save or a copy syncs (:func:`sync_written`): a weight that was written for a forward
+and written back before that keeps every bit of its master.
 """
 
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Iterable, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
@@ -52,13 +53,6 @@ from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
 from ampcompat.amp.half.merging import merge_, merged
-
-
-class Copy(Enum):
-    """Name the two copies of a weight."""
-
-    HALF = "the model's tensor"
-    VALUE = "the float32 master"
 
 
 class Master:
@@ -71,6 +65,7 @@ class Master:
     Attributes:
         half: The model's parameter or buffer; ``initialize`` gave it its ``dtype``.
         value: The master: a float32 ``Parameter`` of the same shape and device.
+        is_param: Whether ``half`` is a parameter, and not a buffer.
         slots: Where ``half`` is: dicts of parameters or buffers, and its name in each (several for tied weights).
 
     What tells which copy was written since both were equal:
@@ -79,8 +74,10 @@ class Master:
         half_version: Version of ``half`` at that time.
         value_version: Version of ``value`` then.
         address: Address of ``half`` then.
-        taken: The copy whose ``data`` was taken last, and may have been written through it; None if neither was.
-        aliases: What was taken, as far as it is alive.
+        value_taken: Whether ``value.data`` was taken since then, or ``value`` was handed out in a state dict.
+        half_taken: Whether ``half.data`` was taken since the last push. A pull leaves it: what is saved in
+            ``p.data.copy_(model.state_dict()[name])`` is saved before ``p`` is written. Always True for a buffer:
+            batch norm writes its buffers unseen, so each sync compares them.
 
     What tells whether a script has cleared a half gradient:
 
@@ -92,6 +89,7 @@ class Master:
         if half.is_inference():  # that of a copy made under inference_mode, say
             _torch.leave_inference_mode(half)
         self.half = half
+        self.is_param = isinstance(half, torch.nn.Parameter)
         self.dtype = half.dtype
         if value is None:
             value = torch.nn.Parameter(half.detach().float(), requires_grad=half.requires_grad)
@@ -99,15 +97,8 @@ class Master:
         self.value = value
         self.slots: list[tuple[dict[str, Any], str]] = []
         self.grad_shown = False
-        self.taken: Copy | None = None
-        self.aliases: list[tuple[Copy, weakref.ref[torch.Tensor]]] = []
-        self.note_equal()
+        self.note_pushed()
         self.register()
-
-    @property
-    def is_param(self) -> bool:
-        """Whether ``half`` is a parameter, and not a buffer."""
-        return isinstance(self.half, torch.nn.Parameter)
 
     def register(self) -> None:
         """Index this master under both of its tensors."""
@@ -131,18 +122,16 @@ class Master:
 
     # -- which copy was written ----------------------------------------------------------------------------------------
     def note_equal(self) -> None:
-        """Record that both copies are equal now."""
+        """Note that both copies are equal now."""
         self.half_version = self.half._version
         self.value_version = self.value._version
         self.address = self.half.data_ptr()
-        self.aliases = _alive(self.aliases)
-        held = [copy_taken for copy_taken, _ in self.aliases]
-        if Copy.HALF in held or not self.is_param:  # batch norm writes its buffers unseen: each sync compares them
-            self.taken = Copy.HALF
-        elif held:
-            self.taken = Copy.VALUE
-        else:
-            self.taken = None
+        self.value_taken = False
+
+    def note_pushed(self) -> None:
+        """Note that ``value`` was rounded into ``half``, so that nothing older counts in ``half``."""
+        self.note_equal()
+        self.half_taken = not self.is_param
 
     @property
     def half_has_moved(self) -> bool:
@@ -154,41 +143,39 @@ class Master:
         """Whether ``value`` has another version than when both copies were equal."""
         return self.value._version != self.value_version
 
-    def written_copy(self) -> Copy | None:
-        """Return the copy that other code has written, or may have; None if it has written neither.
+    @property
+    def half_was_written(self) -> bool:
+        """Whether other code wrote ``half``, or may have, so that the model's elements count.
 
-        A version that moved is surer than ``data`` that was taken. Where both have moved, with no look between, the
-        model's elements count.
+        A version that moved is surer than ``data`` that was taken. Where both copies moved, the model's elements count.
         """
         if self.half_has_moved:
-            return Copy.HALF
-        if self.value_has_moved:
-            return Copy.VALUE
-        return self.taken
+            return True
+        return self.half_taken and not self.value_has_moved
 
-    def note_taken(self, tensor: torch.Tensor, alias: torch.Tensor | None) -> None:
-        """Note that ``alias``, the ``data`` of ``tensor``, was taken: the copy may be written through it.
+    @property
+    def value_was_written(self) -> bool:
+        """Whether other code wrote ``value``, or may have, and the model's elements do not count."""
+        if self.half_was_written:
+            return False
+        return self.value_taken or self.value_has_moved
 
-        What was written to the other copy is taken over first, so that the later write is the one that counts. Buffers
-        count as written through the model's copy at any time (:meth:`note_equal`).
+    def note_taken(self, tensor: torch.Tensor) -> None:
+        """Note that the ``data`` of ``tensor``, one of both copies, is taken: it may be written through it.
+
+        What was written to the other copy is synced first, so that the later write is the one that counts.
         """
         if not self.is_param:
             return
-        taken = Copy.HALF if tensor is self.half else Copy.VALUE
-        if self.written_copy() not in (None, taken):
-            sync_written([self])
-        self.taken = taken
-        self.aliases = _alive(self.aliases)
-        if alias is not None:
-            self.aliases.append((taken, weakref.ref(alias)))
-
-    def export(self) -> torch.Tensor:
-        """Return the master for a state dict: what is written into it, ``.data`` too, counts."""
-        alias = self.value.detach()
-        if self.is_param:
-            self.aliases.append((Copy.VALUE, weakref.ref(alias)))
-        self.note_equal()  # after ``sync_written``
-        return alias
+        if tensor is self.half:
+            if self.value_was_written:
+                sync_written([self])
+            self.half_taken = True
+        else:
+            if self.half_was_written:
+                sync_written([self])
+                self.half_taken = False
+            self.value_taken = True
 
     # -- what the module did to its tensor -----------------------------------------------------------------------------
     def follow_module(self) -> None:
@@ -222,13 +209,13 @@ class Master:
         _recast(self.half, self.dtype)
         self.value.copy_(merged(self.value, exact, self.dtype))
         self.half.copy_(self.value)
-        self.note_equal()
+        self.note_pushed()
 
     @torch.no_grad()
     def push(self) -> None:
-        """Write the master into the model."""
+        """Round the master into its half weight."""
         self.half.copy_(self.value)
-        self.note_equal()
+        self.note_pushed()
 
     def rebind(self, half: torch.Tensor) -> None:
         """Make ``half``, which has taken the place of the model's tensor, the half copy under every name."""
@@ -264,24 +251,15 @@ def _rebuilt(half: torch.Tensor, value: torch.Tensor) -> Master:
 
 
 def watch_torch() -> None:
-    """Follow ``param.data`` that is taken, until a reset."""
+    """Note ``param.data`` that is taken, until a reset."""
     state.patch_once(_torch.watch_parameter_data, _note_taken)
 
 
-def _note_taken(param: torch.Tensor, alias: torch.Tensor | None) -> None:
-    """Have the master of ``param``, if it has one, know that its ``data`` was taken."""
+def _note_taken(param: torch.Tensor) -> None:
+    """Note at the master of ``param``, if it has one, that ``param.data`` is taken."""
     master = master_of(param)
     if master is not None:
-        master.note_taken(param, alias)
-
-
-def _alive(
-    aliases: list[tuple[Copy, weakref.ref[torch.Tensor]]],
-) -> list[tuple[Copy, weakref.ref[torch.Tensor]]]:
-    """Those of ``aliases`` that something still holds, be it a view of them."""
-    if not aliases:
-        return aliases
-    return [(taken, alias) for taken, alias in aliases if _torch.tensor_of(alias) is not None]
+        master.note_taken(param)
 
 
 def _recast(tensor: torch.Tensor, dtype: torch.dtype) -> None:
@@ -306,44 +284,48 @@ def master_of(tensor: torch.Tensor) -> Master | None:
 
 # -- keep both copies equal --------------------------------------------------------------------------------------------
 def push_written(masters: Iterable[Master]) -> None:
-    """Have half weights follow what was written to their masters, before a forward. No host sync."""
-    written = _written(masters)
+    """Round masters that a script wrote into their half weights, before a forward. No host sync."""
+    # As in :func:`sync_written`, but for half weights whose data was only taken: a forward uses them unchanged.
+    written = [
+        m
+        for m in masters
+        if m.value_taken
+        or (half := m.half)._version != m.half_version
+        or m.value._version != m.value_version
+        or half.data_ptr() != m.address
+    ]
     if written:
         _torch.run_untraced(_bring_up_to_date, written, False)
 
 
 def sync_written(masters: Iterable[Master]) -> None:
-    """Have each copy follow what was written to the other, before a step, a save or a copy. No host sync."""
-    written = _written(masters)
-    if written:
-        _torch.run_untraced(_bring_up_to_date, written, True)
-
-
-def _written(masters: Iterable[Master]) -> list[Master]:
-    """Those of ``masters`` of which either copy may have been written."""
+    """Make both copies equal where a script wrote one of them, before a step, a save or a copy. No host sync."""
     # Inline, as one condition: models have thousands of masters, and nearly always none of them was written.
-    return [
+    written = [
         m
         for m in masters
-        if m.taken is not None
+        if m.half_taken
+        or m.value_taken
         or (half := m.half)._version != m.half_version
         or m.value._version != m.value_version
         or half.data_ptr() != m.address
     ]
+    if written:
+        _torch.run_untraced(_bring_up_to_date, written, True)
 
 
-def _bring_up_to_date(masters: list[Master], takes_in_half: bool) -> None:
-    """Write ``masters`` that were written into the model; with ``takes_in_half``, half weights into masters as well."""
+def _bring_up_to_date(masters: list[Master], pulls: bool) -> None:
+    """Push those of ``masters`` that were written; if ``pulls``, also pull what was written to half weights."""
     tensors_are_stand_ins = torch.compiler.is_compiling() or _torch.in_fake_mode()
     if tensors_are_stand_ins:
         return
     for master in masters:
         master.follow_module()
-    by_half = [master for master in masters if master.written_copy() is Copy.HALF]
-    by_value = [master for master in masters if master.written_copy() is Copy.VALUE]
-    if takes_in_half:
-        pull_all(by_half)
-    _round_into_model(by_value)
+    to_pull = [master for master in masters if master.half_was_written]
+    to_push = [master for master in masters if master.value_was_written]
+    if pulls:
+        pull_all(to_pull)
+    _push(to_push)
 
 
 def pull_all(masters: Sequence[Master]) -> None:
@@ -354,10 +336,10 @@ def pull_all(masters: Sequence[Master]) -> None:
 
 
 @_torch.without_grad
-def _round_into_model(masters: list[Master]) -> None:
-    """Write masters that other code has written, or may have, into the model.
+def _push(masters: list[Master]) -> None:
+    """Round masters that a script wrote, or may have written, into their half weights.
 
-    Half weights get another version where their master has: a graph that holds them is not valid any more. Where the
+    A half weight gets a new version where its master has one: a graph that holds it is not valid any more. Where the
     master's ``data`` was only taken, it may not have been written at all, and graphs stay valid.
     """
     if not masters:
@@ -365,25 +347,21 @@ def _round_into_model(masters: list[Master]) -> None:
     halves = [m.half.detach() if m.value_has_moved else _torch.data_of(m.half) for m in masters]
     _torch.foreach_copy_(halves, [m.value for m in masters])
     for master in masters:
-        master.note_equal()
+        master.note_pushed()
 
 
 @_torch.without_grad
 def push_all(masters: list[Master]) -> None:
-    """Write masters that an optimizer stepped into the model, in fused passes."""
+    """Round masters that an optimizer stepped into their half weights, in fused passes."""
     if not masters:
         return
     _torch.foreach_copy_([m.half for m in masters], [m.value for m in masters])
     for master in masters:
-        if master.taken is None:
-            master.half_version = master.half._version
-            master.value_version = master.value._version
-        else:
-            master.note_equal()
+        master.note_pushed()
 
 
 def sync_all(masters: Sequence[Master]) -> int:
-    """Make both copies of each of ``masters`` equal, those included of which nothing tells that they were written.
+    """Make both copies of each master equal, also where nothing tells that either was written.
 
     Returns:
         How many parameters were not equal to their masters. One host sync.
@@ -391,9 +369,9 @@ def sync_all(masters: Sequence[Master]) -> int:
     for master in masters:
         master.follow_module()
     differ = [_differs(master) for master in masters if master.is_param]
-    by_value = [master for master in masters if master.written_copy() is Copy.VALUE]
-    pull_all([master for master in masters if master.written_copy() is not Copy.VALUE])
-    _round_into_model(by_value)
+    to_push = [master for master in masters if master.value_was_written]
+    pull_all([master for master in masters if not master.value_was_written])
+    _push(to_push)
     if not differ:
         return 0
     return int(torch.stack([flag.to(differ[0].device) for flag in differ]).sum().item())

@@ -106,9 +106,9 @@ def sync_masters(model: torch.nn.Module) -> int:
     """Take what was written to the model's half weights into their float32 masters, or the other way round, now.
 
     Scripts need not call it: a step, a save and a forward do so. It also finds what nothing tells of: a write through a
-    numpy array, or another alias that was made before ``amp.initialize``. And a compiled forward, which does not look,
-    needs it where masters were written since the last step. apex had no such call: its masters kept their own values,
-    and a write to half weights was lost at the next step.
+    numpy array, or through an alias of ``param.data`` that was taken before the last step. Call it before a compiled
+    forward, which does not check, if you wrote to masters since the last step. apex had no such call: its masters kept
+    their own values, and a write to half weights was lost at the next step.
 
     Args:
         model: A model given to ``amp.initialize``, or any module in one.

@@ -94,7 +94,12 @@ def _export(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, lo
         master = ensure_master(module, name)
         sync_written([master])
         keeps_variables = saved is tensor  # state_dict(keep_vars=True)
-        state_dict[prefix + name] = master.value if keeps_variables else master.export()
+        if keeps_variables:
+            state_dict[prefix + name] = master.value
+        else:
+            if master.is_param:
+                master.value_taken = True  # a write through ``data`` of what is saved moves no version
+            state_dict[prefix + name] = master.value.detach()
 
 
 @torch.no_grad()

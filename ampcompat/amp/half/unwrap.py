@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import ExitStack
 
 import torch
 
@@ -40,7 +39,7 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     with torch.inference_mode(False):
         plain = copy.deepcopy(model, {id(policy): policy for policy in policies})  # which print no note then
         modules = list(plain.modules())
-        cast_weights(modules, None, ExitStack())
+        cast_weights(modules, None)
     for module in modules:
         set_policy(module, None)
     return plain

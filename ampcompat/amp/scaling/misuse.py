@@ -16,7 +16,7 @@ from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp.half.masters import Copy, Master
+from ampcompat.amp.half.masters import Master
 from ampcompat.amp.scaling.gradients import Block, pending_in
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
 
@@ -135,6 +135,7 @@ class Watch:
         self._records: weakref.WeakKeyDictionary[Optimizer, _Record] = weakref.WeakKeyDictionary()
         self._bystanders: list[Bystander] = []
         self._backward_calls: list[bool] | None = None
+        self._taken_before: set[Master] = set()
         self._comparisons: list[_torch.HostCopy] = []  # of half gradients with their copies, on their way to the host
 
     def _record_of(self, optimizer: Optimizer) -> _Record:
@@ -242,10 +243,16 @@ class Watch:
             warn_of("no block")
         self._records[optimizer] = _Record(used=list(map(weakref.ref, gradients)))
 
-    def look_at_written(self, masters: Sequence[Master]) -> None:
-        """Look whether a step has written to half weights before ``masters`` are written to them."""
-        if any(master.written_copy() is Copy.HALF for master in masters):
-            warn_of("half weights written in a step")
+    def look_before_update(self, masters: Sequence[Master]) -> None:
+        """Note whose half weights may have been written before a step, through ``data``."""
+        self._taken_before = {master for master in masters if master.half_taken}
+
+    def look_after_update(self, masters: Sequence[Master]) -> None:
+        """Look whether a step has written to half weights before ``masters`` are pushed."""
+        for master in masters:
+            was_taken = master.half_taken and master not in self._taken_before
+            if master.half_has_moved or was_taken:
+                warn_of("half weights written in a step")
 
     # -- both ----------------------------------------------------------------------------------------------------------
     def _look_at_edits(self, record: _Record) -> None:

@@ -14,7 +14,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp.half.masters import push_all, sync_written
+from ampcompat.amp.half.masters import Master, push_all, sync_written
 from ampcompat.amp.half.record import warn_of_replaced
 from ampcompat.amp.observers import notify
 from ampcompat.amp.scaling.device_steps import announce, report_all, report_arrived, skips_on_device, step_with_flags
@@ -129,14 +129,17 @@ def update_weights(
     """
     if not stash.leaves.masters:
         return original(*args, **kwargs)
+    masters = stash.leaves.masters
     hidden = _hide_gradients(stash) if stash.stepped else {}
+    if state.watch is not None:
+        state.watch.look_before_update(masters)
     try:
         if not _torch.has_step_hooks(optimizer):
             result = original(*args, **kwargs)
-            push(stash)
+            push(masters)
             return result
-        sync = functools.partial(sync_written, stash.leaves.masters)
-        with _torch.around_update(optimizer, before=sync, after=functools.partial(push, stash), later=sync):
+        sync = functools.partial(sync_written, masters)
+        with _torch.around_update(optimizer, before=sync, after=functools.partial(push, masters), later=sync):
             return original(*args, **kwargs)
     finally:
         for value, grad in hidden.items():
@@ -144,11 +147,11 @@ def update_weights(
 
 
 @_torch.eager
-def push(stash: AmpOptimizerState) -> None:
-    """Write the masters to the model, and warn if the step itself has written to the model."""
+def push(masters: list[Master]) -> None:
+    """Push masters that the optimizer has updated, and warn if the step itself has written to the model."""
     if state.watch is not None:
-        state.watch.look_at_written(stash.leaves.masters)
-    push_all(stash.leaves.masters)
+        state.watch.look_after_update(masters)
+    push_all(masters)
 
 
 def _hide_gradients(stash: AmpOptimizerState) -> dict[torch.Tensor, torch.Tensor | None]:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from core_kit import backward, masters, net, same, start, train
+from core_kit import backward, loss_of, masters, net, same, start, train
 from internals import reset
 
 from ampcompat import amp

@@ -287,18 +287,22 @@ def test_at_most_twenty_modules_are_named(layers, end):
         amp.initialize(model, opt_level="O2", keep_fp32="head", verbosity=0)
 
 
-def test_a_failed_call_takes_its_boundaries_back(monkeypatch):
+def test_a_call_that_failed_has_its_boundaries_once_it_is_made_again(monkeypatch):
     from ampcompat.amp.scaling import optimizer as amp_optimizer
 
     def fail(*_):
-        raise OSError("no")
+        raise MemoryError
 
     model = Net()
-    monkeypatch.setattr(amp_optimizer, "attach", fail)
-    with pytest.raises(OSError):
-        amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1), opt_level="O2", keep_fp32="wide", verbosity=0)
-    assert type(model.wide) is Probe
-    assert not has_policy(model.wide)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(amp_optimizer, "attach", fail)
+        with pytest.raises(MemoryError):
+            amp.initialize(model, optimizer, opt_level="O2", keep_fp32="wide", verbosity=0)
+    amp.initialize(model, optimizer, opt_level="O2", keep_fp32="wide", verbosity=0)
+    assert has_policy(model.wide)
+    assert len(model.wide._forward_pre_hooks) == 1
+    assert model.wide.weight.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
