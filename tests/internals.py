@@ -58,6 +58,12 @@ def sizes_of_state():
     return found
 
 
+def process_state():
+    """What is known of gradients in the whole process, by name."""
+    names = ("open_blocks", "pending", "has_scaled", "watch")
+    return {name: getattr(state, name) for name in names}
+
+
 def device_types_with_rules():
     """The device types that apex's op lists are registered for."""
     return set(state.rules.plans)

@@ -68,55 +68,52 @@ MASTERS: Final = Table(
     ),
 )
 
-#: Where functions are cast.
+#: Where functions are cast. The first row that fits decides; of regions in one another, the innermost.
 CASTS: Final = Table(
-    head=("code", "casts"),
+    head=("code (the first match wins)", "casts"),
     rows=(
         ("device types that hold no params of an initialized model", "off"),
+        ("a user's own `torch.autocast` region", "the user's"),
+        ("`disable_casts()`", "off"),
+        ("Python `autograd.Function` backward bodies", "those of the forward"),
+        ("the autograd engine", "off"),
+        ("`optimizer.step`", "off; inside its closure as outside"),
         ("the forward of an initialized model", "those of the call that owns it, in any thread"),
         ("anywhere else in the thread that called `initialize`", 'those of the latest call at O1 or O4 ("ambient")'),
-        ("the autograd engine", "off"),
-        ("Python `autograd.Function` backward bodies", "those of the forward"),
-        ("`optimizer.step`", "off; inside its closure as outside"),
-        ("`disable_casts()`", "off"),
-        ("a user's own `torch.autocast` region", "the user's"),
     ),
 )
 
 #: Which attributes change when, in one step at O2 with a dynamic scale.
 STATE_CHANGES: Final = Table(
-    head=("", "`LossScaler`", "`GradientSet`", "`LastStep`", "`Block`", "`Master`, and its tensors"),
+    head=("", "`LossScaler`", "`optimizer._amp_stash`", "the process", "`Master`, and its tensors"),
     rows=(
-        ("`model(x)`", "-", "-", "-", "-", "-"),
-        ("block begins", "-", "`block`: this one", "-", "`entered`; `scale`: that of now; `loss`: let go", "-"),
-        ("`backward`", "-", "-", "-", "-", "`half.grad`: scaled"),
+        ("`model(x)`", "-", "-", "-", "-"),
+        ("block begins", "-", "-", "`open_blocks`: and this one", "-"),
+        ("`backward`", "-", "-", "-", "`half.grad`: scaled"),
         (
             "block ends",
             "`_last_pass`: the flag; `scale`: a new tensor; `clean_passes`: one more, or 0, a new tensor",
-            "`block`: None; `state`: UNSCALED; `overflows`: and the flag; `users`: and the optimizer",
-            "-",
-            "-",
-            "`value.grad`: the sum, unscaled; `added_grad`: `half.grad` and its version",
+            "`overflows`: and the flag",
+            "`open_blocks`: without it",
+            "`value.grad`: the sum, unscaled; `grad_shown`: True",
         ),
         (
             "`step`, made",
             "-",
-            "`state`: NONE; `overflows`: none; `users`: none",
-            "`gradient_used`",
+            "`overflows`: none",
             "-",
             "`value`: stepped; `half`: rounded from it; `half_version`; `value_version`; `value.grad`: None;"
-            " `added_grad`: None",
+            " `grad_shown`: False",
         ),
         (
             "`step`, skipped",
             "-",
-            "`state`: NONE; `overflows`: none; `users`: none; `may_be_non_finite`: True",
-            "`gradient_used`; `skipped`: True",
+            "`overflows`: none; `skipped`: True; `suspect`: True",
             "-",
-            "`value.grad`: None; `added_grad`: None",
+            "`value.grad`: None; `grad_shown`: False",
         ),
-        ("`zero_grad`, step made", "-", "-", "-", "-", "`half.grad`: None"),
-        ("`zero_grad`, step skipped", "-", "`may_be_non_finite`: False", "-", "-", "`half.grad`: None"),
+        ("`zero_grad`, step made", "-", "-", "-", "`half.grad`: None"),
+        ("`zero_grad`, step skipped", "-", "`suspect`: False", "-", "`half.grad`: None"),
     ),
 )
 

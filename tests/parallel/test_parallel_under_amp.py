@@ -150,8 +150,59 @@ def check_convert(rank):
             assert torch.equal(value, ends[1][key]), (level, options, key)
 
 
+def check_reduction_by_hand(rank):
+    """``disable_allreduce``, and a reduction over ``master_params``: each rank steps with the mean of the gradients."""
+    for level in ("O0", "O1", "O2"):
+        for loss_scale in (64.0, "dynamic"):
+            model = net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=loss_scale, verbosity=0)
+            wrapped = DistributedDataParallel(model)
+            wrapped.disable_allreduce()
+            for step in range(3):
+                with amp.scale_loss(wrapped(data(step)[4 * rank : 4 * rank + 4]).float().pow(2).mean(), optimizer) as s:
+                    s.backward()
+                own = [param.grad.clone() for param in amp.master_params(optimizer)]
+                for param in amp.master_params(optimizer):
+                    dist.all_reduce(param.grad)
+                    param.grad /= 2
+                for param, grad in zip(amp.master_params(optimizer), own, strict=True):
+                    assert equal_on_both(param.grad), level
+                    both = [torch.empty_like(grad) for _ in range(2)]
+                    dist.all_gather(both, grad)
+                    assert torch.equal(param.grad, (both[0] + both[1]) / 2), level
+                    assert param.grad.abs().max() < 8.0, "still multiplied by the loss scale"
+                optimizer.step()
+                optimizer.zero_grad()
+            for param in amp.master_params(optimizer):
+                assert equal_on_both(param.detach()), level
+
+
+def check_accumulation_without_reduction(rank):
+    """``disable_allreduce`` for all passes but the last, which reduces the sum of all."""
+    for level in ("O1", "O2"):
+        ends = []
+        for parts in (1, 2):
+            model = net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+            wrapped = DistributedDataParallel(model)
+            mine = data(0)[4 * rank : 4 * rank + 4].chunk(parts)
+            for number, part in enumerate(mine, 1):
+                wrapped.enable_allreduce() if number == parts else wrapped.disable_allreduce()
+                with amp.scale_loss(wrapped(part).float().pow(2).mean() / parts, optimizer) as scaled:
+                    scaled.backward()
+            optimizer.step()
+            ends.append(list(amp.master_params(optimizer)))
+            assert all(equal_on_both(param.detach()) for param in ends[-1]), level
+        for one, other in zip(*ends, strict=True):
+            torch.testing.assert_close(one, other, rtol=4e-3, atol=4e-3)  # half gradients of halves of a batch
+
+
 CHECKS = [
     check_training,
+    check_reduction_by_hand,
+    check_accumulation_without_reduction,
     check_float32_reduction,
     check_flat_dist_call,
     check_reducer,

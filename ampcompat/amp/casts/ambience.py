@@ -1,16 +1,16 @@
 """Decide where casts are on: the ambient autocast of a process and what takes precedence over it.
 
 ========================================================  ================================================
-code                                                      casts
+code (the first match wins)                               casts
 ========================================================  ================================================
 device types that hold no params of an initialized model  off
+a user's own ``torch.autocast`` region                    the user's
+``disable_casts()``                                       off
+Python ``autograd.Function`` backward bodies              those of the forward
+the autograd engine                                       off
+``optimizer.step``                                        off; inside its closure as outside
 the forward of an initialized model                       those of the call that owns it, in any thread
 anywhere else in the thread that called ``initialize``    those of the latest call at O1 or O4 ("ambient")
-the autograd engine                                       off
-Python ``autograd.Function`` backward bodies              those of the forward
-``optimizer.step``                                        off; inside its closure as outside
-``disable_casts()``                                       off
-a user's own ``torch.autocast`` region                    the user's
 ========================================================  ================================================
 
 The contexts that change casts for a time are in :mod:`.contexts`. Ambient code runs without autocast's weight
