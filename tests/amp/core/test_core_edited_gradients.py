@@ -55,8 +55,14 @@ def replace_by_zeros(model):
         param.grad = torch.zeros_like(param)
 
 
+def divide_data(model):
+    """The spelling of 2019, which moves no version."""
+    for param in halves(model):
+        param.grad.data.div_(2)
+
+
 EDITS = [clip_to_nothing, clip_by_an_infinite_norm, clip_values, clip_values_one_by_one, replace_by_products]
-EDITS += [zero_by_hand, replace_by_zeros]
+EDITS += [zero_by_hand, replace_by_zeros, divide_data]
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
@@ -86,6 +92,15 @@ def test_an_edit_before_another_block_is_warned_of():
     clip_to_nothing(model)
     with pytest.warns(UserWarning, match=EDITED):
         backward(model, optimizer)
+
+
+def test_a_second_backward_after_the_block_is_named():
+    """Of an auxiliary loss: its gradient is lost at O2."""
+    model, optimizer = start("O2")
+    backward(model, optimizer)
+    loss_of(model, 1).backward()
+    with pytest.warns(UserWarning, match=r"a second backward\(\) outside the block\?.* give each loss a block of its own"):
+        optimizer.step()
 
 
 class Exact(torch.nn.Module):
