@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from internals import reset, sizes_of_state, undos
+from internals import end_watch, reset, sizes_of_state, undos
 from nets import LEVELS, Net, Routed, batch, made
 
 from ampcompat import amp
@@ -75,6 +75,7 @@ def live_tensors():
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_steps_do_not_grow_memory(level):
     model, optimizer = made(level=level)
+    end_watch()
     train(model, optimizer, 10)
     tensors, held, blocks = live_tensors(), sizes_of_state(), [sys.getallocatedblocks()]
     for _ in range(3):
@@ -100,6 +101,7 @@ def test_evaluation_checkpoints_and_averages_do_not_grow_memory():
                 ema(batch())
             model.load_state_dict(model.state_dict())
 
+    end_watch()
     rounds(5)
     tensors, held = live_tensors(), sizes_of_state()
     rounds(50)

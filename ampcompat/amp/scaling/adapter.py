@@ -10,7 +10,7 @@ from ampcompat._state import state
 
 
 def use(kind: type[Adapter]) -> None:
-    """Have blocks and steps ask an adapter of ``kind``, from now on."""
+    """Make blocks and steps ask an adapter of ``kind``, from now on."""
     if not any(isinstance(adapter, kind) for adapter in state.adapters):
         state.adapters.append(kind())
 

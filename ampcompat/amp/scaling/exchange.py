@@ -32,7 +32,7 @@ def inner_optimizers(optimizer: object) -> list[Any]:
 
 
 def adopt_masters(optimizer: Optimizer, session: Session) -> list[Master]:
-    """Have ``optimizer`` hold the masters of half weights, as ``session`` wants it; return those that it steps.
+    """Put the masters of half weights into the groups of ``optimizer``, as ``session`` wants it; return them.
 
     As in apex (``apex/amp/_process_optimizer.py: lazy_init_with_master_weights``).
     """

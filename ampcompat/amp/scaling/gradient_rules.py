@@ -120,7 +120,7 @@ def end(block: Block, moves_scale: bool = True) -> bool:
 
     Args:
         block: An open block.
-        moves_scale: Move the scale now; else the next transition counts the overflow.
+        moves_scale: Move the scale now; otherwise the next transition counts the overflow.
 
     Returns:
         Whether there were new gradients.
@@ -261,5 +261,5 @@ def note_cleared(ids: set[int]) -> None:
     for optimizer in state.optimizers.listed():
         stash: AmpOptimizerState = optimizer._amp_stash
         stash.dropped -= ids
-        if stash.leaves.ids() <= ids:
+        if stash.knows_of_gradients and stash.leaves.ids() <= ids:
             stash.note_cleared()

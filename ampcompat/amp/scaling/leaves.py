@@ -32,7 +32,7 @@ class Leaves:
         return set(map(id, self.tensors()))
 
     def gradients(self, with_masters: bool = True) -> list[torch.Tensor]:
-        """The gradients that a step uses: those of masters, and those of other tensors."""
+        """The gradients that a step uses: of masters, and of tensors without one."""
         stepped = [master.value for master in self.masters] if with_masters else []
         return [tensor.grad for tensor in (*stepped, *self.direct) if tensor.grad is not None]
 

@@ -72,6 +72,11 @@ class AmpOptimizerState:
         """Whether a block is open that gives gradients to tensors of this optimizer."""
         return open_block_of(self.leaves) is not None
 
+    @property
+    def knows_of_gradients(self) -> bool:
+        """Whether anything is known of the gradients that ends when they are cleared."""
+        return bool(self.overflows or self.suspect or self.stepped)
+
     # -- events --------------------------------------------------------------------------------------------------------
     def note_overflows(self, overflows: Sequence[Overflow]) -> None:
         """Note the flags of a block: the next step is skipped if one of ``overflows`` is set."""
@@ -234,10 +239,10 @@ def follow_groups(unscaled: Set[int] = frozenset()) -> None:
     """Follow the groups of all optimizers under amp where they have changed: a tensor may have gone to another.
 
     A tensor that comes to an optimizer, and that none held, may have a gradient: blocks give gradients to every tensor
-    of a loss, and unscale those of their optimizers. Where losses are scaled, such a gradient is dropped.
+    of a loss, and unscale the ones of their own optimizers. Where losses are scaled, such a gradient is dropped.
 
     Args:
-        unscaled: Ids of tensors that no block can have reached: those of models that come under amp now.
+        unscaled: Ids of tensors that no block can have reached, in models that come under amp now.
     """
     optimizers = state.optimizers.listed()
     known = {key for optimizer in optimizers for key in optimizer._amp_stash.leaves.ids()}

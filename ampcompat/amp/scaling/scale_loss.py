@@ -109,7 +109,7 @@ class ScaleLoss:
         optimizers: The optimizers whose parameters the block gives gradients to.
         scaler: The loss is multiplied by its scale.
         delay: Whether the end leaves gradients scaled (``delay_unscale``).
-        moves_scale: Whether the end moves the scale; else the next transition counts the overflow.
+        moves_scale: Whether the end moves the scale; otherwise the next transition counts the overflow.
         block: What is open; None before.
     """
 

@@ -73,13 +73,13 @@ def make_ready(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
         report_arrived(stash)
     if stash.dropped:
         warn_of_dropped(stash)
-    if state.watch is not None:
-        state.watch.look_before_step(optimizer)
     masters = stash.leaves.masters
     if masters:
         drop_cleared(masters)
         warn_of_replaced(masters)
         sync_written(masters)
+    if state.watch is not None:
+        state.watch.look_before_step(optimizer)
 
 
 def gradients_for_step(stash: AmpOptimizerState) -> list[torch.Tensor]:

@@ -42,7 +42,7 @@ _IS_SPARSE = attrgetter("is_sparse")
 
 # -- before a backward pass --------------------------------------------------------------------------------------------
 def save_grads(leaves: Leaves, saved: dict[torch.Tensor, torch.Tensor], scaled: Set[int] = frozenset()) -> None:
-    """Take unscaled gradients out of ``p.grad``, into ``saved``; masters have those of half weights already.
+    """Take unscaled gradients out of ``p.grad``, into ``saved``; those of half weights are in their masters.
 
     Args:
         leaves: Whose gradients.
@@ -90,7 +90,7 @@ def rescale(gradients: ScaledGradients, scaler: LossScaler) -> None:
 
 # -- after a backward pass ---------------------------------------------------------------------------------------------
 def unscale_new(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) -> bool:
-    """Unscale the new gradients of ``leaves``, and add those of half weights to their masters'.
+    """Unscale the new gradients of ``leaves``, and add the gradients of half weights to their masters'.
 
     Args:
         leaves: Whose gradients.
@@ -129,7 +129,7 @@ def add_saved(saved: dict[torch.Tensor, torch.Tensor]) -> None:
 
 
 def _share_overflow(adapter: Adapter, scaler: LossScaler, params: list[torch.Tensor]) -> None:
-    """Have every rank that holds a shard of ``params`` find the overflow that any of them has found."""
+    """Share an overflow that a rank has found with every rank that holds a shard of ``params``."""
     flag = adapter.combined_flag(scaler.take_found_inf(), params)
     if flag is not None:
         scaler.add_found_inf(flag)
@@ -198,7 +198,7 @@ def _add_to_masters(
 
 
 def _sparse_float32_copies(half_gradients: HalfGradients) -> list[torch.Tensor]:
-    """Float32 copies of gradients some of which are sparse, with each index once: half sums may overflow."""
+    """Return float32 copies of gradients, some of them sparse, with each index once: half sums may overflow."""
     copies = []
     for master, grad in half_gradients.items():
         if grad.is_sparse:
