@@ -72,10 +72,13 @@ CASTS: Final = Table(
     head=("code", "casts"),
     rows=(
         ("device types that hold no params of an initialized model", "off"),
-        ("the forward of an initialized model", "those of the call that owns it, in any thread"),
-        ("anywhere else in the thread that called `initialize`", 'those of the latest call at O1 or O4 ("ambient")'),
+        ("the forward of an initialized model", "the casts of the call that owns it, in any thread"),
+        (
+            "anywhere else in the thread that called `initialize`",
+            'the casts of the latest call at O1 or O4 ("ambient")',
+        ),
         ("the autograd engine", "off"),
-        ("Python `autograd.Function` backward bodies", "those of the forward"),
+        ("Python `autograd.Function` backward bodies", "the casts of the forward"),
         ("`optimizer.step`", "off; inside its closure as outside"),
         ("`disable_casts()`", "off"),
         ("a user's own `torch.autocast` region", "the user's"),
