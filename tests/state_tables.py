@@ -75,11 +75,14 @@ CASTS: Final = Table(
         ("device types that hold no params of an initialized model", "off"),
         ("a user's own `torch.autocast` region", "the user's"),
         ("`disable_casts()`", "off"),
-        ("Python `autograd.Function` backward bodies", "those of the forward"),
+        ("Python `autograd.Function` backward bodies", "the casts of the forward"),
         ("the autograd engine", "off"),
         ("`optimizer.step`", "off; inside its closure as outside"),
-        ("the forward of an initialized model", "those of the call that owns it, in any thread"),
-        ("anywhere else in the thread that called `initialize`", 'those of the latest call at O1 or O4 ("ambient")'),
+        ("the forward of an initialized model", "the casts of the call that owns it, in any thread"),
+        (
+            "anywhere else in the thread that called `initialize`",
+            'the casts of the latest call at O1 or O4 ("ambient")',
+        ),
     ),
 )
 

@@ -152,7 +152,7 @@ def owns_memory_alone(tensor: torch.Tensor, fresh: torch.Tensor) -> bool:
         return False
     storage = tensor.untyped_storage()
     if storage.nbytes() != tensor.numel() * tensor.element_size() or not storage.resizable():
-        return False  # a part of a larger memory, or that of an array or a file
+        return False  # a part of a larger memory, or the memory of an array or a file
     is_channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     if not (tensor.is_contiguous() or is_channels_last):
         return False

@@ -28,7 +28,7 @@ from ampcompat.amp.amp import (
 )
 from ampcompat.amp.casts.contexts import disable_casts
 from ampcompat.amp.frontend import initialize
-from ampcompat.amp.half.record import sync_masters
+from ampcompat.amp.half.record import model_param, sync_masters
 from ampcompat.amp.half.unwrap import unwrap
 from ampcompat.amp.scaling.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.scaling.optimizer import step_was_skipped
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 __all__ = ["__version__", "_amp_state", "bfloat16_function", "disable_casts", "explain_overflows", "float_function"]
 __all__ += ["half_function", "init", "register_bfloat16_function"]
-__all__ += ["initialize", "load_state_dict", "master_params", "on_step", "promote_function", "register_float_function"]
-__all__ += ["register_half_function", "register_promote_function", "report", "scale_loss", "state_dict"]
-__all__ += ["step_was_skipped", "sync_masters", "unwrap"]
+__all__ += ["initialize", "load_state_dict", "master_params", "model_param", "on_step", "promote_function"]
+__all__ += ["register_float_function", "register_half_function", "register_promote_function", "report"]
+__all__ += ["scale_loss", "state_dict", "step_was_skipped", "sync_masters", "unwrap"]
 
 
 #: Tools that build on this package, by the module of ``ampcompat.tools`` that they are in: imported at their first use.

@@ -95,7 +95,7 @@ def initialize(
 ) -> Any:
     """Put models and optimizers under mixed precision, in place.
 
-    The signature is that of ``apex/amp/frontend.py: initialize``; what comes after it is by keyword alone. May be
+    The signature is apex's (``apex/amp/frontend.py: initialize``); what apex did not have is by keyword alone. May be
     called any number of times, for the same or other objects, at any levels: each call owns its models, optimizers and
     scalers; ``amp.state_dict()`` and ``amp._amp_state`` show the latest. apex allowed one call.
 
@@ -192,7 +192,7 @@ class _Objects:
     """What a call is to change, checked.
 
     Attributes:
-        models: Those that amp can change: no ScriptModules.
+        models: The models that amp can change: no ScriptModules.
         optimizers: As given, in a list.
         kept: Modules in ``models`` that stay float32.
         changes: What becomes of units of ``fully_shard`` in ``models``.
@@ -237,16 +237,16 @@ def _models_under_amp(models: object) -> Modules:
 
 
 def _collect_unused(models: Modules, given: list[Optimizer]) -> None:
-    """Have optimizers gone that the script has let go of: they are reference cycles, their methods are bound to them.
+    """Collect dropped optimizers; their bound methods make them reference cycles.
 
-    Else they would be refused, or shared gradients would wait for their steps.
+    Otherwise they would be refused, or shared gradients would wait for their steps.
     """
     if _share_with_others(models, given):
         gc.collect()
 
 
 def _share_with_others(models: Modules, given: list[Optimizer]) -> bool:
-    """Whether an optimizer under amp that is not ``given`` holds a tensor of ``models``, or of one that is."""
+    """Whether an optimizer under amp that is not ``given`` holds a tensor of ``models`` or of a given optimizer."""
     held = _ids_in(models).union(*map(_ids_held_by, given))
     others = [other for other in state.optimizers.listed() if not any(other is one for one in given)]
     return any(not held.isdisjoint(_ids_held_by(other)) for other in others)

@@ -148,3 +148,17 @@ def test_a_new_optimizer_takes_the_same_masters():
     assert {id(p) for p in amp.master_params(second)} == {id(p) for p in amp.master_params(optimizer)}
     train(model, second)
     masters_agree(model, second)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
+def test_the_weight_that_belongs_to_a_master(level):
+    """The optimizer holds them in another order than the model, in groups."""
+    model = Net()
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD([{"params": params[2:]}, {"params": params[:2]}], lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    found = [amp.model_param(master) for master in amp.master_params(optimizer)]
+    assert all(one is other for one, other in zip(found, [*params[2:], *params[:2]], strict=True))
+    assert all(amp.model_param(param) is param for param in params)
+    with pytest.raises(TypeError, match="it takes one parameter - pass each of"):
+        amp.model_param(amp.master_params(optimizer))

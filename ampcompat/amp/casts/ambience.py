@@ -1,18 +1,6 @@
 """Decide where casts are on: the ambient autocast of a process and what takes precedence over it.
 
-========================================================  ================================================
-code (the first match wins)                               casts
-========================================================  ================================================
-device types that hold no params of an initialized model  off
-a user's own ``torch.autocast`` region                    the user's
-``disable_casts()``                                       off
-Python ``autograd.Function`` backward bodies              those of the forward
-the autograd engine                                       off
-``optimizer.step``                                        off; inside its closure as outside
-the forward of an initialized model                       those of the call that owns it, in any thread
-anywhere else in the thread that called ``initialize``    those of the latest call at O1 or O4 ("ambient")
-========================================================  ================================================
-
+========================================================  =========================================
 The contexts that change casts for a time are in :mod:`.contexts`. Ambient code runs without autocast's weight
 cache: it has no end at which the cache could be dropped.
 
@@ -54,10 +42,13 @@ T = TypeVar("T")
 
 
 class Policy(Protocol):
-    """Type what casting asks of the policy that a model runs under, ``model._amp_policy``."""
+    """What casting needs from a model's policy, ``model._amp_policy``."""
 
     casts: Casts
-    half_dtype: torch.dtype | None
+
+    @property
+    def half_dtype(self) -> torch.dtype | None:
+        """The half dtype that weights were cast to."""
 
 
 # -- ambient casts -----------------------------------------------------------------------------------------------------
@@ -77,25 +68,25 @@ def set_ambient(device_types: Iterable[str]) -> None:
 
 
 def _latest_casts() -> Casts:
-    """The casts of the latest call in force that was not undone."""
+    """Return the casts of the latest call in force that was not undone."""
     enabled = [session.policy.casts for session in sessions_in_force() if session.policy.casts.enabled]
     return enabled[-1] if enabled else OFF
 
 
 def sessions_in_force() -> list[Any]:
-    """Calls that cast functions, the latest last: those that were given no model, and those with one that is alive."""
+    """List the calls that cast functions, the latest last: without models, or with one that is alive."""
     policies = policies_in_force()
     return [session for session in state.casts.sessions if session.policy in policies or not session.has_models]
 
 
 def policies_in_force() -> list[Policy]:
-    """The policies of all models that are alive, each once."""
+    """List the policies of all models that are alive, each once."""
     policies = [model.__dict__.get("_amp_policy") for model in state.casts.models]
     return list(dict.fromkeys(policy for policy in policies if policy is not None))
 
 
 def follow_lifetime(model: torch.nn.Module) -> None:
-    """Have the casts that ``model`` brings into force end when it is collected."""
+    """End the casts that ``model`` brings into force when it is collected."""
     if model not in state.casts.models:
         weakref.finalize(model, _model_collected).atexit = False
         state.casts.models.add(model)
@@ -155,7 +146,7 @@ def switch_this_forward(on: bool) -> None:
 
 
 def _switch_off_in_forked_process() -> None:
-    """Switch casts off: a forked worker (DataLoader) inherits those of this thread."""
+    """Switch casts off: a forked worker (DataLoader) inherits the casts of this thread."""
     if state.casts.ambient is not None:
         for device_type in state.casts.device_types:
             torch.set_autocast_enabled(device_type, False)
@@ -243,7 +234,7 @@ def _region_changed(device_type: str, change: int, other_dtype: bool) -> None:
     """Count the user's ``torch.autocast`` regions on ``device_type``.
 
     Args:
-        device_type: That of the region.
+        device_type: The device type of the region.
         change: 1 where one has begun, -1 where one has ended.
         other_dtype: Whether it changed autocast's dtype: the cache is keyed by weight alone, whatever the dtype.
     """

@@ -1,4 +1,4 @@
-"""Casts of a thread: what they are, and the contexts that change them for a time.
+"""The casts of a thread: what they are, and the contexts that change them for a time.
 
 Whether casts are on is always read from autocast itself. Three contexts change that:
 
@@ -28,7 +28,7 @@ from ampcompat._state import state
 
 
 class Casts(NamedTuple):
-    """Tell autocast to do nothing, or to cast to ``dtype``."""
+    """Whether functions are cast, and to what."""
 
     enabled: bool
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class Saved(NamedTuple):
 
 
 def save(device_types: Iterable[str]) -> Saved:
-    """Autocast's state for ``device_types`` in this thread."""
+    """Read autocast's state for ``device_types`` in this thread."""
     devices = [
         (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
         for device_type in device_types
@@ -129,7 +129,7 @@ _DISABLED = "ampcompat.disabled_casts"
 
 
 def disabled_depth() -> int:
-    """How many :func:`disable_casts` blocks this thread is in: forwards inside stay uncast, too.
+    """Return how many :func:`disable_casts` blocks this thread is in: forwards inside stay uncast, too.
 
     A backward body for tensors on a device runs in a thread of the autograd engine, which is in the blocks of the
     thread that started it.
@@ -210,8 +210,8 @@ def disable_casts() -> Iterator[None]:
 def mark_switched_off(in_forwards: bool) -> None:
     """Record in autocast's cache flag, which has no effect while casts are off, whether they are off in forwards, too.
 
-    Compiled forwards read it (:func:`is_decided`). Of the state of a thread, the compiler sees autocast's alone: it
-    does not compile again when any other changes. So a compiled forward at O1 finds one of these:
+    Compiled forwards read it (:func:`is_decided`): of a thread's state the compiler sees autocast's alone, and compiles
+    again when that changes. So a compiled forward at O1 finds one of these:
 
     ==============================  =======================  ======================  ==================================
     where it is called              autocast                 cache flag              what it does

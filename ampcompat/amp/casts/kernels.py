@@ -64,7 +64,7 @@ def make_kernel(op: torch._ops.OpOverload, name: str, rule: Rule, device_type: s
 
 
 def _softmax_of_wide(op: torch._ops.OpOverload) -> Kernel:
-    """Make ``op`` not widen its result where the input was cast to float32 by now, which torch refuses."""
+    """Keep ``op`` from widening its result when its input is already float32, which torch refuses."""
 
     def softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> object:
         return op(x, dim, half_to_float and x.dtype is not torch.float32)
@@ -73,7 +73,7 @@ def _softmax_of_wide(op: torch._ops.OpOverload) -> Kernel:
 
 
 def _cast_list(tensors: Any, dtype: torch.dtype, device_type: str) -> list[Any]:
-    """Cast those of ``tensors`` (None among them) that are on ``device_type`` and can be cast."""
+    """Cast the ``tensors`` (None among them) that are on ``device_type`` and can be cast."""
     cast = []
     for tensor in tensors:
         if tensor is not None and tensor.dtype in CASTABLE and tensor.device.type == device_type:
@@ -98,7 +98,7 @@ def _cell_kernel(op: torch._ops.OpOverload, device_type: str) -> Kernel:
 
 
 def _dtype_chooser(rule: Rule, device_type: str) -> Chooser | None:
-    """Make what chooses, of positional arguments, the dtype to cast them to; None where that is always float32."""
+    """Make a function from positional arguments to the dtype to cast them to; None where that is always float32."""
 
     def half(args: tuple[Any, ...]) -> torch.dtype | None:
         return torch.get_autocast_dtype(device_type)

@@ -1,4 +1,4 @@
-"""Functions that users have cast: ``register_*_function`` and the decorators.
+"""Functions that users ask amp to cast: ``register_*_function`` and the decorators.
 
 Users register functions by module and name, or decorate their own. The next ``initialize`` whose casts are on replaces
 registered ones in their module; they are put back when casts end, and the registrations stay.
@@ -36,7 +36,7 @@ def _register(module: object, name: str, rule: Rule) -> None:
 
 
 def register_half_function(module: object, name: str) -> None:
-    """Have ``module.name`` cast its arguments to half while casts are on (``apex/amp/amp.py: register_half_function``).
+    """Cast the arguments of ``module.name`` to half while casts are on (``apex/amp/amp.py: register_half_function``).
 
     Args:
         module: Module, class or namespace object that holds the function.

@@ -22,10 +22,10 @@ from ampcompat.amp.lists import functional_overrides, tensor_overrides, torch_ov
 
 
 class Rule(Enum):
-    """Say what an op does with its floating-point arguments; float64 is left alone by each, as in torch.
+    """What an op does with its floating-point arguments; every rule leaves float64 alone, as torch does.
 
     The last two refuse half where a script calls them by name (:mod:`ampcompat.amp.casts.refusals`). Where torch calls
-    the op, arguments of a banned one are cast to float32, those of an in-place one to the dtype of the left side.
+    the op, arguments of a banned op are cast to float32, arguments of an in-place op to the dtype of its left side.
     """
 
     HALF = "half"
@@ -83,7 +83,7 @@ def _names(module: ModuleType, list_name: str) -> set[str]:
 
 
 def _first_of_pair(entry: object) -> object:
-    """The first item of a pair; None of anything else."""
+    """Return the first item of a pair, and None for anything that is no pair."""
     if isinstance(entry, tuple) and len(entry) == 2:
         return entry[0]
     return None

@@ -20,12 +20,12 @@ from ampcompat.amp.casts.trees import map_tree, tensors_in
 def make_wrapper(function: Any, rule: Rule, overrule: bool = False) -> Any:
     """Wrap ``function`` so that its floating tensors, nested ones too but not ``out``, are cast where casts are on.
 
-    Takes any callable; returned is a plain function, so that it binds as a method.
+    Takes any callable, and returns a plain function, so that it binds as a method.
 
     Args:
         function: What is wrapped.
         rule: HALF, BFLOAT16, FLOAT or PROMOTE.
-        overrule: Whether ops inside are not cast. Else they still follow the lists.
+        overrule: Whether ops inside are not cast. Otherwise they still follow the lists.
     """
     fixed_dtype = {Rule.FLOAT: torch.float32, Rule.BFLOAT16: torch.bfloat16}.get(rule)
 

@@ -28,7 +28,6 @@ class BoundaryPolicy(ModelPolicy):
             casts=OFF,
             input_dtype=torch.float32,
             output_dtype=policy.half_dtype,
-            half_dtype=None,
             master_weights=False,
         )
 

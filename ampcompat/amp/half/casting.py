@@ -72,7 +72,7 @@ def target_dtype(
     keep_batchnorm_fp32: bool,
 ) -> torch.dtype | None:
     """Return the dtype that the floating tensors of ``module`` are cast to; None leaves them as they are."""
-    if dtype is None:  # no cast is wanted: undo that of an earlier call
+    if dtype is None:  # no cast is wanted: undo the cast of an earlier call
         was_cast = half_weights(module) is not None
         return torch.float32 if was_cast else None
     if module in keep_fp32:
@@ -130,7 +130,7 @@ def _halve(
 
 
 def _flatten(module: torch.nn.RNNBase) -> None:
-    """Put the weights of ``module``, each of which the cast gave memory of its own, into one buffer for cuDNN again."""
+    """Put the weights of ``module`` into one buffer for cuDNN again: the cast gave each memory of its own."""
     module.flatten_parameters()
     for master in masters_by_name(module).values():
         master.note_pushed()  # it has moved the half weights, and taken their ``data``

@@ -1,4 +1,4 @@
-"""Lists of tensors in parts that fused passes take in one launch, and whose temporary copies are small."""
+"""Split tensor lists into chunks for one fused launch each, whose temporary copies are small."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-#: Elements of a part on a device: as many as fused kernels take in one launch.
+#: Elements of a chunk on a device: as many as fused kernels take in one launch.
 CHUNK = 2**24
 #: The same on the CPU, which has no launches: what stays in its cache.
 CPU_CHUNK = 2**17
 
 
 def in_chunks(tensors: Sequence[torch.Tensor]) -> Iterable[list[int]]:
-    """The indices of ``tensors`` in parts, each of one device and one dtype."""
+    """Split the indices of ``tensors`` into chunks, each of one device and one dtype."""
     chunks: dict[tuple[torch.device, torch.dtype, int], list[int]] = {}
     sizes: dict[tuple[torch.device, torch.dtype], int] = {}
     for index, tensor in enumerate(tensors):

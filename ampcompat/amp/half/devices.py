@@ -23,22 +23,24 @@ def device_types_of(models: Iterable[torch.nn.Module]) -> set[str]:
 
 @_torch.eager
 def device_type_of(model: torch.nn.Module, args: tuple[object, ...] = ()) -> str:
-    """Return the device type of ``model``. A model moved since ``initialize`` moves the ambient casts along.
-
-    A model without tensors computes where its arguments are.
-    """
-    ambience = state.casts
+    """Return the device type of ``model``; a model without tensors computes where its arguments are."""
     tensor = _first_tensor(model)
-    if tensor is None:
-        device_types = [tensor.device.type for tensor in tensors_in(args)] or ambience.device_types
-        return device_types[0] if device_types else "cpu"
-    device_type = str(tensor.device.type)
-    was_moved = device_type not in ambience.device_types
-    if was_moved and ambience.original is not None:
-        wanted = device_types_of(state.models.live) & set(_torch.autocast_device_types())
+    if tensor is not None:
+        return str(tensor.device.type)
+    device_types = [tensor.device.type for tensor in tensors_in(args)] or state.casts.device_types
+    return device_types[0] if device_types else "cpu"
+
+
+@_torch.eager
+def move_casts_to(device_type: str) -> None:
+    """Move the ambient casts along with models that were moved to ``device_type`` since ``initialize``, if any were."""
+    ambience = state.casts
+    if ambience.original is None or device_type in ambience.device_types:
+        return
+    wanted = device_types_of(state.models.live) & set(_torch.autocast_device_types())
+    if device_type in wanted:
         install_casting(wanted)
         set_ambient(wanted)
-    return device_type
 
 
 def _first_tensor(model: torch.nn.Module) -> torch.Tensor | None:

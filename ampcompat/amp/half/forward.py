@@ -14,11 +14,12 @@ import torch
 from ampcompat import _torch
 from ampcompat._log import say_once
 from ampcompat._state import state
+from ampcompat._types import HALF_DTYPES
 from ampcompat.amp._amp_state import _amp_state
 from ampcompat.amp.casts.ambience import install_casting
 from ampcompat.amp.casts.contexts import Casts, CastsOff, ForwardCasts, disabled_depth, is_decided
 from ampcompat.amp.casts.trees import cast_tree, tensors_in
-from ampcompat.amp.half.devices import device_type_of
+from ampcompat.amp.half.devices import device_type_of, move_casts_to
 from ampcompat.amp.half.masters import push_written
 from ampcompat.amp.half.record import half_weights, masters_of, own_tensors
 from ampcompat.amp.hints import add_hint
@@ -35,10 +36,14 @@ class ModelPolicy:
 
     opt_level: str
     casts: Casts  # function casts inside the forward
-    input_dtype: torch.dtype | None  # floating inputs are cast to it (not at O1 and O4)
+    input_dtype: torch.dtype | None  # weights and floating inputs are cast to it (not at O1 and O4)
     output_dtype: torch.dtype | None  # floating outputs are cast to it
-    half_dtype: torch.dtype | None  # the weights were cast to it; None where they stay float32
     master_weights: bool  # whether half weights have float32 masters
+
+    @property
+    def half_dtype(self) -> torch.dtype | None:
+        """The half dtype that weights were cast to; None where they stay float32."""
+        return self.input_dtype if self.input_dtype in HALF_DTYPES else None
 
     def __deepcopy__(self, memo: dict[int, object]) -> ModelPolicy:
         if self.half_dtype is not None and _amp_state.verbosity > 0:
@@ -51,7 +56,7 @@ class ModelPolicy:
         return self
 
     def run(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
-        """``forward(*args, **kwargs)`` of ``model`` under this policy."""
+        """Call ``forward(*args, **kwargs)`` of ``model`` under this policy."""
         if torch.compiler.is_compiling():
             return self._run_compiled(forward, args, kwargs)
         if self._lacks_patches():
@@ -59,7 +64,7 @@ class ModelPolicy:
             return _torch.run_uncompiled(self.run, model, forward, args, kwargs)
         if state.observers:
             notify("on_forward", model, args, kwargs)
-        is_replica = "_amp_stamp" in model.__dict__  # of DataParallel's, in a thread of its own
+        is_replica = "_amp_stamp" in model.__dict__  # made by DataParallel, in a thread of its own
         try:
             if self.half_dtype is None or is_replica:  # the original of a replica has followed its masters
                 output = self._cast_output(self._call(model, forward, args, kwargs))
@@ -73,7 +78,7 @@ class ModelPolicy:
         return output
 
     def _lacks_patches(self) -> bool:
-        """Whether casts are wanted that nothing makes: of a model unpickled in a process without ``initialize``."""
+        """Whether casts are wanted that nothing makes: a model was unpickled in a process without ``initialize``."""
         return self.casts.enabled and state.casts.patches is None
 
     def _cast_output(self, output: object) -> object:
@@ -115,14 +120,15 @@ class ModelPolicy:
     def _casts_for(self, model: torch.nn.Module, args: Args) -> ForwardCasts | CastsOff | None:
         """Return the context for a forward of ``model``.
 
-        None in an autocast region of the user's, who decides, and on a device that torch cannot autocast.
+        None inside the user's autocast region, which decides, and on a device that torch cannot autocast.
         """
         stamp: tuple[Casts, str] | None = model.__dict__.get("_amp_stamp")
-        if stamp is not None:  # a replica of DataParallel's carries its casts into its thread
+        if stamp is not None:  # a replica, which carries its casts into its thread
             casts, device_type = stamp
         else:
             casts = self.casts
             device_type = device_type_of(model, args)
+            move_casts_to(device_type)
             if disabled_depth():
                 return CastsOff()
             if state.casts.thread.regions.get(device_type):
@@ -151,7 +157,7 @@ class ModelPolicy:
             args = cast_tree(args, self.input_dtype)
             kwargs = cast_tree(kwargs, self.input_dtype)
         device_types = state.casts.device_types
-        if not device_types:  # of a model that was unpickled: no ``initialize`` has named any
+        if not device_types:  # the model was unpickled: no ``initialize`` has named any
             # Not the model's own device: torch 2.4 cannot trace ``parameters()`` of every model.
             device_types = tuple({tensor.device.type: None for tensor in tensors_in((args, kwargs))})
         return self._cast_output(self._call_in_graph(device_types, forward, args, kwargs))

@@ -86,7 +86,7 @@ class Master:
     """
 
     def __init__(self, half: torch.Tensor, value: torch.Tensor | None = None) -> None:
-        if half.is_inference():  # that of a copy made under inference_mode, say
+        if half.is_inference():  # the model was copied under inference_mode, say
             _torch.leave_inference_mode(half)
         self.half = half
         self.is_param = isinstance(half, torch.nn.Parameter)
@@ -106,7 +106,7 @@ class Master:
         index.by_tensor[id(self.half)] = index.by_tensor[id(self.value)] = self
 
     def add_slot(self, module: torch.nn.Module, name: str) -> None:
-        """Record that ``module.name`` is ``half``."""
+        """Note that ``module.name`` is ``half``."""
         tensors: Any = module._parameters if name in module._parameters else module._buffers
         if not any(known is tensors and known_name == name for known, known_name in self.slots):
             self.slots.append((tensors, name))
@@ -273,7 +273,7 @@ def _recast(tensor: torch.Tensor, dtype: torch.dtype) -> None:
 
 # -- find --------------------------------------------------------------------------------------------------------------
 def master_of(tensor: torch.Tensor) -> Master | None:
-    """The master whose half or float32 copy is ``tensor``, if there is one."""
+    """Return the master whose half or float32 copy is ``tensor``; None if there is none."""
     master = state.masters.by_tensor.get(id(tensor))
     if master is None:
         return None
@@ -315,7 +315,7 @@ def sync_written(masters: Iterable[Master]) -> None:
 
 
 def _bring_up_to_date(masters: list[Master], pulls: bool) -> None:
-    """Push those of ``masters`` that were written; if ``pulls``, also pull what was written to half weights."""
+    """Push masters that a script wrote; if ``pulls``, also pull what it wrote to half weights."""
     tensors_are_stand_ins = torch.compiler.is_compiling() or _torch.in_fake_mode()
     if tensors_are_stand_ins:
         return

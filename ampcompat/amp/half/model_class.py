@@ -23,7 +23,7 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp.casts.ambience import follow_lifetime
 from ampcompat.amp.casts.contexts import OFF, Casts, disabled_depth
-from ampcompat.amp.half.devices import device_type_of
+from ampcompat.amp.half.devices import device_type_of, move_casts_to
 from ampcompat.amp.half.forward import Forward, ModelPolicy
 from ampcompat.amp.half.masters import push_written
 from ampcompat.amp.half.record import ATTRIBUTE as HALF_WEIGHTS
@@ -43,7 +43,7 @@ class AmpModel:
             super().__init_subclass__(**kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Have a copy made as one of the model's own class, and put under amp."""
+        """Make a copy as one of the model's own class, and put it under amp."""
         cls = self._amp_of
         reduced = cls.__reduce_ex__(self, protocol)
         if isinstance(reduced, str):
@@ -54,13 +54,14 @@ class AmpModel:
         return (rebuild, (build, args), *rest)
 
     def _replicate_for_data_parallel(self: Any) -> Any:
-        """Give DataParallel a replica, which carries the casts into its thread, as its stamp."""
+        """Give DataParallel a replica, whose stamp carries the casts into its thread."""
         policy: ModelPolicy | None = self._amp_policy
         if policy is not None and policy.master_weights:
             push_written(masters_of(self))  # here and not in the replicas, which run in threads
         replica = self._amp_of._replicate_for_data_parallel(self)
         if policy is not None:
             device_type = device_type_of(self)
+            move_casts_to(device_type)
             replica.__dict__["_amp_stamp"] = _casts_for_replica(policy, device_type), device_type
         return replica
 
@@ -69,7 +70,7 @@ def _casts_for_replica(policy: ModelPolicy, device_type: str) -> Casts:
     """Return the casts that a replica of DataParallel's brings along into its own thread."""
     if disabled_depth():
         return OFF
-    if state.casts.thread.regions.get(device_type):  # a user's region: hand on its dtype too, which torch does not
+    if state.casts.thread.regions.get(device_type):  # a user's region: hand its dtype on too, which torch does not do
         return Casts(torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
     return policy.casts
 
@@ -121,7 +122,7 @@ def _take_policy_off(model: torch.nn.Module) -> None:
 
 # -- the dynamic subclass ----------------------------------------------------------------------------------------------
 def amp_class(cls: Any) -> Any:
-    """The dynamic subclass of ``cls``, made once per class."""
+    """Return the dynamic subclass of ``cls``, which is made once per class."""
     for known in type.__subclasses__(cls):  # past the user's metaclass, as below
         if known.__dict__.get("_amp_of") is cls:
             return known
@@ -144,7 +145,7 @@ def amp_class(cls: Any) -> Any:
 
 
 def _forward_over(cls: Any) -> Callable[..., object]:
-    """Make the ``forward`` of the dynamic subclass, which runs that of ``cls`` under the policy of the instance."""
+    """Make the ``forward`` of the dynamic subclass, which runs the forward of ``cls`` under a policy."""
     declared = inspect.getattr_static(cls, "forward")
     is_function = isinstance(declared, FunctionType)
 
@@ -222,13 +223,13 @@ def _class_of(model: Any) -> Any:
 
 
 def _own_class(model: Any) -> Any:
-    """The class of ``model`` as it would be without amp; one that a script has derived from ours stays."""
+    """Return the class of ``model`` as it would be without amp; one that a script has derived from ours stays."""
     cls = type(model)
     return vars(cls).get("_amp_of", cls)
 
 
 def _change_class(model: Any, cls: Any) -> None:
-    """Follow ``model.__class__ = cls``, as of a parametrization or ``fully_shard``: the model stays under amp."""
+    """Keep the model under amp at ``model.__class__ = cls``, which parametrizations and ``fully_shard`` set."""
     _torch.set_class(model, cls if issubclass(cls, AmpModel) else amp_class(cls))
 
 
@@ -251,7 +252,7 @@ def rebuild(build: Any, args: tuple[Any, ...]) -> torch.nn.Module:
 
 
 def _put_under_amp(model: torch.nn.Module) -> torch.nn.Module:
-    """Give a copy of a model under amp its class, and the hooks of its half weights if making it has lost them."""
+    """Give a copy of a model under amp its class, and the hooks of its half weights where the copy has lost them."""
     if not isinstance(model, AmpModel):
         _torch.set_class(model, amp_class(type(model)))
     record = half_weights(model)

@@ -1,6 +1,6 @@
 """The record that a module carries while its own parameters and buffers are half, and the masters in such records.
 
-deepcopy and pickle take a record along with its module. The masters of a model are those of its modules
+deepcopy and pickle take a record along with its module. The masters of a model are the masters of its modules
 (:func:`masters_of`).
 """
 
@@ -29,7 +29,7 @@ class HalfWeights:
     Attributes:
         dtype: The half dtype.
         has_masters: Whether its half tensors have float32 masters (O2, O5), or none (O3).
-        masters: Those that were made so far, by the name of their parameter or buffer.
+        masters: The masters that were made so far, by the name of their parameter or buffer.
         hooks: Handles of the hooks on saving and loading; empty until :func:`ampcompat.amp.half.saving.hook`.
     """
 
@@ -46,7 +46,7 @@ def half_weights(module: torch.nn.Module) -> HalfWeights | None:
 
 
 def own_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Names and tensors of ``module``'s own parameters and buffers, but for parameters that ``fully_shard`` holds."""
+    """List the names and tensors of ``module``'s own parameters and buffers, except what ``fully_shard`` holds."""
     held = (*module._parameters.items(), *module._buffers.items())
     sharded: frozenset[str] = module.__dict__.get("_amp_sharded", frozenset())
     return [(name, tensor) for name, tensor in held if tensor is not None and name not in sharded]
@@ -73,7 +73,7 @@ def ensure_master(module: torch.nn.Module, name: str, value: torch.nn.Parameter 
 
 
 def set_masters(module: torch.nn.Module, masters: dict[str, Master]) -> None:
-    """Make ``masters`` those of ``module``'s own tensors."""
+    """Make ``masters`` the masters of ``module``'s own tensors."""
     record = half_weights(module)
     if record is not None:
         record.masters = dict(masters)
@@ -93,12 +93,12 @@ def masters_of(model: torch.nn.Module) -> list[Master]:
 
 
 def _masters_in(model: torch.nn.Module) -> list[Master]:
-    """The masters of ``model``'s modules as they are now, each once."""
+    """Find the masters of ``model``'s modules as they are now, each once."""
     unique: dict[int, Master] = {}
     for module in model.modules():
         for name, master in masters_by_name(module).items():
             unique[id(master)] = master
-            master.add_slot(module, name)  # those of a copied or unpickled model have no slots yet
+            master.add_slot(module, name)  # in a copied or unpickled model it has no slots yet
     return list(unique.values())
 
 
@@ -121,6 +121,29 @@ def sync_masters(model: torch.nn.Module) -> int:
     return sync_all(_masters_in(model))
 
 
+def model_param(param: torch.Tensor) -> torch.Tensor:
+    """Return the parameter of the model that an optimizer steps by ``param``, one of ``amp.master_params(optimizer)``.
+
+    At O2 and O5 that is the half weight whose float32 master ``param`` is. Anything without a master is returned
+    itself. apex had no such call: scripts walked two lists side by side.
+
+    Args:
+        param: A parameter that an optimizer holds.
+
+    Raises:
+        TypeError: ``param`` is not a tensor.
+    """
+    if not isinstance(param, torch.Tensor):
+        raise TypeError(
+            f"model_param got {type(param).__name__} - it takes one parameter - pass each of"
+            " amp.master_params(optimizer)."
+        )
+    master = master_of(param)
+    if master is None:
+        return param
+    return master.half
+
+
 # -- parameters that a script has replaced -----------------------------------------------------------------------------
 def warn_of_replaced(masters: Iterable[Master]) -> None:
     """Warn, once, of each parameter that a module holds in the place of one with a master."""
@@ -129,7 +152,7 @@ def warn_of_replaced(masters: Iterable[Master]) -> None:
             now = tensors.get(name)
             if not isinstance(now, torch.nn.Parameter) or now is master.half:
                 continue
-            if master_of(now) is None:  # else it is tied to a weight that is trained
+            if master_of(now) is None:  # one with a master is tied to a weight that is trained
                 master.slots = []
                 _warn_of_replacement(name, now, master.half.device)
                 break

@@ -74,7 +74,6 @@ class Session:
             casts=Casts(bool(options["patch_torch_functions"]), self.half_dtype),
             input_dtype=model_dtype,
             output_dtype=output_dtype,
-            half_dtype=weights_dtype,
             master_weights=bool(options["master_weights"]) and weights_dtype is not None,
         )
 

@@ -86,7 +86,7 @@ SYMBOLS: dict[str, Symbol] = {
         "initialize scale_loss master_params state_dict load_state_dict disable_casts half_function float_function "
         "promote_function register_half_function register_float_function register_promote_function init "
         "bfloat16_function register_bfloat16_function "
-        "_DECORATOR_HANDLE step_was_skipped sync_masters __version__",
+        "_DECORATOR_HANDLE model_param step_was_skipped sync_masters __version__",
     ),
     **_works("apex.amp.scaler", "LossScaler"),
     **_works("apex.amp.frontend", "Properties initialize"),

@@ -93,7 +93,7 @@ def test_defaults_read_by_inspection_can_be_forwarded():
 
 def test_public_names_are_in_the_modules_dict():
     # timm asks `'state_dict' in amp.__dict__`.
-    for name in (*SIGNATURES, "_amp_state", "step_was_skipped", "sync_masters", "__version__"):
+    for name in (*SIGNATURES, "_amp_state", "model_param", "step_was_skipped", "sync_masters", "__version__"):
         assert name in amp.__dict__
         assert hasattr(amp, name)
     # Names that apex did not have lead to packages above this one.
