@@ -562,7 +562,7 @@ class Reference:
     def end_sets(self, sets, scaler, scale, check=True):
         """Unscale, add up, note overflows, and move the scales."""
         overflow = False
-        inverse = torch.tensor(1 / scale)
+        inverse = torch.tensor(1 / scale, dtype=torch.float32)
         for each in sets:
             for weight in each.weights:
                 new, old = weight.leaf.grad, each.saved.get(weight)
