@@ -144,7 +144,7 @@ class HostCopy:
         device = values[0].device
         self._event: torch.Event | None = None
         if is_capturing():  # a replay runs no Python that could read the copy
-            self._host = torch.zeros(len(values), device="cpu")
+            self._host = torch.zeros(len(values), dtype=values[0].dtype, device="cpu")
             return
         streams: Any = getattr(torch, device.type, object())
         has_streams = hasattr(streams, "Event") and hasattr(streams, "current_stream")
@@ -210,7 +210,7 @@ def found_inf_and_scale(
         scaler._check_inf_per_device(optimizer)
     scale: torch.Tensor = scaler._get_scale_async()  # type: ignore[assignment] # made by now
     flags = [flag.to(scale.device, non_blocking=True) for flag in state["found_inf_per_device"].values()]
-    found_inf = torch.stack(flags).amax() if flags else torch.zeros((), device=scale.device)
+    found_inf = torch.stack(flags).amax() if flags else torch.zeros((), dtype=torch.float32, device=scale.device)
     return found_inf, None if is_unscaled else scale
 
 

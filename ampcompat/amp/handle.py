@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ampcompat._state import state
 from ampcompat.amp._amp_state import master_params
 from ampcompat.amp.adapters import wrapped
 from ampcompat.amp.casts.contexts import disable_casts
@@ -70,15 +71,19 @@ class AmpHandle:
 
 
 class NoOpHandle(AmpHandle):
-    """Serve as ``amp._amp_state.handle`` where no function is cast: losses stay as they are."""
+    """Serve as ``amp._amp_state.handle`` after a call that casts no functions: losses stay as they are."""
+
+    def is_active(self) -> bool:
+        """Whether casts of an earlier call are in force outside of its models."""
+        return state.casts.ambient is not None
 
     @property
     def _is_active(self) -> bool:
-        return False
+        return self.is_active()
 
     @_is_active.setter
     def _is_active(self, active: bool) -> None:
-        """Change nothing, as in apex: there are no casts to switch."""
+        """Change nothing, as in apex: its call has no casts to switch."""
 
 
 class OptimWrapper:

@@ -35,7 +35,7 @@ def grad_norm(params: Iterable[Tensor], grad_scale: Tensor | None) -> Tensor:
         if param.grad is not None and param.numel():
             by_kind.setdefault((param.device, param.grad.dtype), []).append(param.grad)
     if not by_kind:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     parts = [torch.linalg.vector_norm(norms(grads)) for grads in by_kind.values()]
     device = parts[0].device
     dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32

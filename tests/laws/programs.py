@@ -49,7 +49,7 @@ def build(config, seed):
     """The models, and their weights, each once."""
     torch.manual_seed(seed)
     tied = torch.nn.Linear(FEATURES, FEATURES)
-    models = [Net(layers, tied) for layers in config["models"]]
+    models = [Net(layers, tied).float() for layers in config["models"]]
     weights = list({id(p): p for model in models for p in model.parameters()}.values())
     for number in config["frozen"]:
         weights[number].requires_grad_(False)
@@ -128,12 +128,12 @@ def draw_change(rng, config, step):
 def loss_of(forwards, step):
     """The loss of a block; ``forwards`` call the models."""
     data = seeded(step["data"])
-    total = torch.zeros(())
+    total = torch.zeros((), dtype=torch.float32)
     for path in step["paths"]:  # models, one after the other: a discriminator judges what a generator made
-        out = torch.randn(BATCH, FEATURES, generator=data)
+        out = torch.randn(BATCH, FEATURES, generator=data, dtype=torch.float32)
         for number in path:
             out = forwards[number](out)
-        total = total + (out.float() * torch.randn(BATCH, FEATURES, generator=data)).sum()
+        total = total + (out.float() * torch.randn(BATCH, FEATURES, generator=data, dtype=torch.float32)).sum()
     return total * step["size"]
 
 

@@ -205,7 +205,7 @@ class Real:
         """Have forwards see what was written, without a trace."""
         for model in self.models:
             model.eval()
-            model(torch.zeros(programs.BATCH, programs.FEATURES))
+            model(torch.zeros(programs.BATCH, programs.FEATURES, dtype=torch.float32))
             model.train()
 
     def save(self, step):
@@ -314,6 +314,17 @@ def test_a_program(seed):
         return
     short = shortened(program)
     pytest.fail(f"{error_of(short)!r}\nin the program\n{pprint.pformat(short, width=120, sort_dicts=False)}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(settings().max_examples // 10))
+def test_a_program_under_another_default_dtype(seed, dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        run(programs.generate(seed))
+    finally:
+        torch.set_default_dtype(before)
 
 
 # -- fixed programs ------------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ class _Fsdp(Adapter):
         if not meshes:
             return flag
         if flag is None:  # this rank had no gradient
-            flag = torch.zeros((), device=meshes[0].device_type)
+            flag = torch.zeros((), dtype=torch.float32, device=meshes[0].device_type)
         return _torch.any_on_meshes(flag, meshes)
 
 

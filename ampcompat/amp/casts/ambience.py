@@ -1,6 +1,18 @@
 """Decide where casts are on: the ambient autocast of a process and what takes precedence over it.
 
-========================================================  =========================================
+========================================================  ====================================================
+code (the first match wins)                               casts
+========================================================  ====================================================
+device types that hold no params of an initialized model  off
+a user's own ``torch.autocast`` region                    the user's
+``disable_casts()``                                       off
+Python ``autograd.Function`` backward bodies              the casts of the forward
+the autograd engine                                       off
+``optimizer.step``                                        off; inside its closure as outside
+the forward of an initialized model                       the casts of the call that owns it, in any thread
+anywhere else in the thread that called ``initialize``    the casts of the latest call at O1 or O4 ("ambient")
+========================================================  ====================================================
+
 The contexts that change casts for a time are in :mod:`.contexts`. Ambient code runs without autocast's weight
 cache: it has no end at which the cache could be dropped.
 

@@ -46,7 +46,7 @@ def cast_weights(
         record = half_weights(module)
         if record is not None:
             hook_added_modules(module, record)
-    refcount_probe = torch.empty(1, device="cpu")  # made here, so that no other thread holds it
+    refcount_probe = torch.empty(1, dtype=torch.float32, device="cpu")  # made here, so that no other thread holds it
     for module in modules:
         target = target_dtype(module, dtype, keep_fp32, keep_batchnorm_fp32)
         if target is None:

@@ -85,7 +85,7 @@ def not_representable(optimizer: Optimizer) -> list[Number]:
         dtypes = [p.dtype for p in group["params"] if p.dtype in HALF_DTYPES]
         for dtype in dict.fromkeys(() if group.get("fused") else dtypes):
             for label, value in _numbers(group, name):
-                becomes = torch.tensor(value, dtype=dtype).item()
+                becomes = torch.tensor(value, dtype=dtype, device="cpu").item()
                 if becomes != value and (becomes in (0, 1) or becomes == float("inf")):
                     count = dtypes.count(dtype)
                     found.append(Number(index, label, value, becomes, dtype_name(dtype), name, count))

@@ -61,7 +61,7 @@ FLOAT_CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda x: x.sum(-1),
     "norm": lambda x: torch.norm(x),
     "mse_loss": lambda x: F.mse_loss(x, torch.zeros_like(x)),
-    "cross_entropy": lambda x: F.cross_entropy(x, torch.arange(x.shape[0], device=x.device)),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.arange(x.shape[0], dtype=torch.long, device=x.device)),
 }
 PROMOTE_CALLS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "+": lambda x, y: x + y,
@@ -74,10 +74,10 @@ def check_ops(device: torch.device, level: str) -> str:
     """Each operation returns the dtype of its list, and about the values that float32 has."""
     if device.type not in _torch.autocast_device_types():
         raise Skipped("this torch has no autocast for the device")
-    exact = torch.linspace(-1.49, 2.0, 64).reshape(8, 8)
+    exact = torch.linspace(-1.49, 2.0, 64, dtype=torch.float32, device="cpu").reshape(8, 8)
     wide, half = exact.to(device), exact.to(device, LEVELS[level].half_dtype)
     with fresh():
-        model = torch.nn.Linear(2, 2).to(device)  # operations outside of it are cast while it is alive
+        model = torch.nn.Linear(2, 2).to(device, torch.float32)  # operations outside of it are cast while it is alive
         amp.initialize(model, opt_level=level, verbosity=0)
         for name, call in HALF_CALLS.items():
             _compare(name, call(wide), call(exact), half.dtype)
@@ -112,7 +112,7 @@ def build(device: torch.device, optimizer: str = "SGD") -> tuple[torch.nn.Sequen
             torch.nn.LayerNorm(32),
             torch.nn.GELU(),
             torch.nn.Linear(32, 4),
-        ).to(device)
+        ).to(device, torch.float32)
     if optimizer == "Adam":
         return model, torch.optim.Adam(model.parameters(), lr=0.02)
     return model, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
@@ -121,8 +121,8 @@ def build(device: torch.device, optimizer: str = "SGD") -> tuple[torch.nn.Sequen
 def batch(device: torch.device, size: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
     """Images of four kinds that a few steps can tell apart."""
     generator = torch.Generator().manual_seed(1)
-    kinds = torch.arange(size) % 4
-    images = 0.5 * torch.randn(size, 1, 8, 8, generator=generator)
+    kinds = torch.arange(size, dtype=torch.long, device="cpu") % 4
+    images = 0.5 * torch.randn(size, 1, 8, 8, generator=generator, dtype=torch.float32, device="cpu")
     for kind in range(4):
         images[kinds == kind, :, 2 * kind : 2 * kind + 2] += 1.0
     return images.to(device), kinds.to(device)

@@ -92,7 +92,7 @@ def _train(level: str, device: torch.device, rank: int, world: int) -> list[torc
             skipped = amp.step_was_skipped(optimizer)
             expect(skipped == (number == 2), f"{level}: the ranks disagree whether step {number + 1} is skipped")
         weights = [param.detach().clone() for param in amp.master_params(optimizer)]
-        scale = torch.tensor(amp.state_dict()["loss_scaler0"]["loss_scale"], device=device)
+        scale = torch.tensor(amp.state_dict()["loss_scaler0"]["loss_scale"], dtype=torch.float32, device=device)
     for tensor in [*weights, scale] if world > 1 else []:
         of_first = tensor.clone()
         dist.broadcast(of_first, 0)

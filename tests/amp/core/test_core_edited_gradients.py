@@ -99,7 +99,9 @@ def test_a_second_backward_after_the_block_is_named():
     model, optimizer = start("O2")
     backward(model, optimizer)
     loss_of(model, 1).backward()
-    with pytest.warns(UserWarning, match=r"a second backward\(\) outside the block\?.* give each loss a block of its own"):
+    with pytest.warns(
+        UserWarning, match=r"a second backward\(\) outside the block\?.* give each loss a block of its own"
+    ):
         optimizer.step()
 
 

@@ -1,5 +1,7 @@
 """Names private by underscore that scripts write: what each write does, and that it stays what it was under apex."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -105,6 +107,18 @@ def test_is_active_does_nothing_where_nothing_is_cast():
             assert mm() == torch.float32
     _held = start("O1")
     assert mm() == torch.float16
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+def test_is_active_while_an_earlier_call_casts(level):
+    first, first_optimizer = start("O1")
+    _held = start(level, model=net(1))
+    assert mm() == torch.float16
+    assert amp._amp_state.handle.is_active() is amp._amp_state.handle._is_active is True
+    del first, first_optimizer
+    gc.collect()
+    assert mm() == torch.float32
+    assert amp._amp_state.handle.is_active() is False
 
 
 def test_is_active_of_a_handle_from_before_a_reset():
