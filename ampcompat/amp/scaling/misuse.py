@@ -39,8 +39,8 @@ _MISTAKES = {
     f" that was not scaled, or that another optimizer's block has scaled - {_FIX}.",
     "shared gradients dropped": "A scale_loss block of an optimizer that has stepped, while another one that shares"
     " weights with it has yet to step with the gradients of earlier blocks - a step uses up the gradients of master"
-    " weights (O2, O5), and the gradients of shared ones make room for the new ones - step with both optimizers before the next"
-    " block, or call zero_grad() of the one that is not to step (D39).",
+    " weights (O2, O5), and the gradients of shared ones make room for the new ones - step with both optimizers before"
+    " the next block, or call zero_grad() of the one that is not to step (D39).",
     "scaled gradients of a later param": "A parameter with a gradient came to an optimizer, and no optimizer under amp"
     " held it just before - what blocks of others have added to that gradient is multiplied by their loss scales, so it"
     " was dropped - call zero_grad() of the model before add_param_group (or amp.initialize of a new optimizer).",

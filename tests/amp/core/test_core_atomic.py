@@ -10,7 +10,7 @@ from ampcompat.amp import frontend
 from ampcompat.amp.adapters import ddp
 from ampcompat.amp.half import casting
 from ampcompat.amp.lists import torch_overrides
-from ampcompat.amp.scaling import exchange, optimizer
+from ampcompat.amp.scaling import exchange, optimizer_state
 from ampcompat.amp.scaling.session import Session
 
 LEVELS = ["O0", "O1", "O2", "O3", "O5"]
@@ -44,7 +44,7 @@ PLACES = {
     "after a master was made": (casting, "ensure_master", 2, True),
     "attaching the model": (frontend, "set_policy"),
     "giving the optimizer a master": (exchange, "model_tensor", 2),
-    "attaching the optimizer": (optimizer, "match_state"),
+    "attaching the optimizer": (optimizer_state, "match_state"),
     "watching wrappers": (ddp, "install"),
     "beginning the casts": (Session, "begin_casts"),
     "after the casts have begun": (Session, "begin_casts", 0, True),
@@ -75,7 +75,8 @@ def everything(model, sgd):
     for held in sgd.state.values():
         tensors += [value for value in held.values() if isinstance(value, torch.Tensor)]
     groups = [[param.dtype for param in group["params"]] for group in sgd.param_groups]
-    return [tensor.detach().clone() for tensor in tensors], (groups, amp.state_dict(), type(model.forward))
+    scale = amp.state_dict()["loss_scaler0"]  # after it come the scalers of other runs whose optimizers are alive
+    return [tensor.detach().clone() for tensor in tensors], (groups, scale, type(model.forward))
 
 
 def fails_and_is_repaired(monkeypatch, place, model, sgd, **options):
