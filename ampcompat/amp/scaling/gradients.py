@@ -1,6 +1,6 @@
 """Who owns gradients while they are multiplied by a scale: an open block, and what ``delay_unscale`` has left.
 
-What is unscaled belongs to nobody: it is the ``grad`` of a master or of a parameter, as in plain torch.
+Unscaled gradients have no owner: they are the ``grad`` of a master or of a parameter, as in plain torch.
 ``gradient_rules`` says what each event does to them.
 """
 

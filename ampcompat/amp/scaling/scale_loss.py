@@ -110,10 +110,12 @@ class ScaleLoss:
         scaler: The loss is multiplied by its scale.
         delay: Whether the end leaves gradients scaled (``delay_unscale``).
         moves_scale: Whether the end moves the scale; otherwise the next transition counts the overflow.
-        block: What is open; None before.
+        entered: Whether it was entered.
+        block: What it owns, once it was entered.
     """
 
-    block: Block | None = None
+    entered = False
+    block: Block
 
     def __init__(
         self, loss: torch.Tensor, optimizers: list[Optimizer], scaler: LossScaler, delay: bool, moves_scale: bool
@@ -128,11 +130,12 @@ class ScaleLoss:
     @_torch.eager
     def __enter__(self) -> torch.Tensor:
         """Save older gradients for the backward pass; return the scaled loss."""
-        if self.block is not None:
+        if self.entered:
             raise RuntimeError(
                 "a scale_loss block was entered twice - it is for one backward pass - call amp.scale_loss(loss,"
                 " optimizer) for each."
             )
+        self.entered = True
         casts = state.casts
         if casts.device_types and torch.is_autocast_enabled(casts.device_types[0]) != (casts.ambient is not None):
             assert_ambience()
@@ -189,8 +192,6 @@ class ScaleLoss:
     def __exit__(self, kind: object, error: BaseException | None = None, trace: object = None) -> None:
         """Unscale the new gradients, or leave them scaled; or, after an exception, undo the block."""
         block = self.block
-        if block is None:
-            raise RuntimeError("a scale_loss block was left that was not entered - write `with amp.scale_loss(...)`.")
         if kind is not None:
             state.open_blocks.remove(block)
             if not block.is_plain:
