@@ -240,16 +240,6 @@ class Source:
                 names.append(node.module or "")
         return {name.partition(".")[0] for name in names}
 
-    def opt_levels(self) -> set[str] | None:
-        """The opt_levels that the file's ``initialize`` calls spell out; None when one is computed or none is there."""
-        found = set()
-        for call in self.calls_to("apex.amp.initialize"):
-            level: ast.AST = argument(call, 3, "opt_level") or ast.Constant("O1")
-            if any(k.arg is None for k in call.keywords) or not isinstance(level, ast.Constant):
-                return None
-            found.add(str(level.value))
-        return found or None
-
     def finding(self, node: ast.AST, kind: str, name: str, level: str, note: str = "") -> Finding:
         """A finding at ``node``."""
         line, column = getattr(node, "lineno", 0), getattr(node, "col_offset", -1) + 1

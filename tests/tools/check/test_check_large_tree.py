@@ -3,16 +3,17 @@
 import pytest
 
 from ampcompat.tools.check import scan
-from ampcompat.tools.check.scan import MOST_NODES
+from ampcompat.tools.check.facts import MOST_NODES
 
 TRAP = "import torch\ns = s.masked_fill(mask, -1e9)\n"
 TRAIN = "from apex import amp\nm, o = amp.initialize(m, o)\n"
 
 
-def test_files_without_apex_are_searched_beside_amp_only(tmp_path):
+def test_files_without_apex_are_searched_in_programs_that_use_amp_only(tmp_path):
     (tmp_path / "model.py").write_text(TRAP)
-    assert scan(tmp_path).findings == []
     (tmp_path / "train.py").write_text(TRAIN)
+    assert [f.path for f in scan(tmp_path).findings if f.kind == "trap"] == []
+    (tmp_path / "main.py").write_text("import model\nimport train\n")
     assert [f.path for f in scan(tmp_path).findings if f.kind == "trap"] == ["model.py"]
 
 

@@ -32,7 +32,7 @@ def run(capsys, *words):
 def test_several_paths_are_one_repository(tmp_path, capsys):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x.py").write_text(TRAP)
-    (tmp_path / "b.py").write_text("import torch\nfrom x import model\ny = torch.bmm(a, b).masked_fill(m, -1e9)\n")
+    (tmp_path / "b.py").write_text("import torch\nfrom a.x import model\ny = torch.bmm(a, b).masked_fill(m, -1e9)\n")
     status, shown = run(capsys, tmp_path / "a", tmp_path / "b.py", tmp_path / "b.py", "--format", "json")
     report = json.loads(shown.out)
     assert (status, report["files"]) == (1, 2)
@@ -246,7 +246,7 @@ class Terminal(io.StringIO):
 
 def test_progress_is_shown_on_a_terminal_and_taken_away(tmp_path, capsys, monkeypatch):
     for name in ("a.py", "b.py"):
-        (tmp_path / name).write_text(TRAP)
+        (tmp_path / name).write_text("x = 1\n")
     screen = Terminal()
     with monkeypatch.context() as patch:
         patch.setattr("sys.stderr", screen)
