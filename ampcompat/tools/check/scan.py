@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.bindings import apex_name
-from ampcompat.tools.check.config import Config, is_ignored
+from ampcompat.tools.check.config import Config, is_ignored, unknown_rules
 from ampcompat.tools.check.documents import NotANotebook, Notebook, install_lines, installs, installs_apex, is_notebook
 from ampcompat.tools.check.facts import Facts
 from ampcompat.tools.check.files import SUFFIXES, Unreadable, decode, read, sources
@@ -138,6 +138,8 @@ def read_file(name: str, file: str) -> CheckedFile:
 
 def _parse(checked: CheckedFile) -> None:
     """Parse a file for its symbols and its facts."""
+    unknown = unknown_rules(checked.text)
+    checked.add(Finding(checked.name, line, 0, "file", "unknown_rule", WARNING, problem) for line, problem in unknown)
     try:
         source = Source(checked.name, checked.text)
         checked.add(_symbols(source))
@@ -189,7 +191,7 @@ def _installing(name: str, lines: Iterable[int]) -> list[Finding]:
 
 def _unparsable(checked: CheckedFile, problem: BaseException) -> Finding:
     if not checked.has_python_suffix:
-        return Finding(checked.name, 0, 0, "file", "not_python", WARNING, "is not a Python file")
+        return Finding(checked.name, 0, 0, "file", "not_python", ERROR, "is not a Python file")
     uses_apex = MENTION.search(checked.text) is not None
     line, reason = 0, str(problem) or type(problem).__name__
     if isinstance(problem, SyntaxError):
@@ -197,7 +199,7 @@ def _unparsable(checked: CheckedFile, problem: BaseException) -> Finding:
     note = f"Python 3 cannot parse the file ({reason})"
     if uses_apex:
         note += "; it imports apex - correct it first, or port it (2to3) if it is Python 2"
-    return Finding(checked.name, max(line, 0), 0, "file", "unparsable", ERROR if uses_apex else WARNING, note)
+    return Finding(checked.name, max(line, 0), 0, "file", "unparsable", ERROR, note)
 
 
 def _symbols(source: Source) -> list[Finding]:

@@ -121,8 +121,8 @@ def test_lines_that_install_apex(name, text, lines, tmp_path):
 def test_a_file_that_is_not_python(tmp_path, capsys):
     (tmp_path / "README.md").write_text("# A title\n\nfrom apex import amp, in words\n")
     status, shown = run(capsys, tmp_path / "README.md")
-    assert status == 0
-    assert "is not a Python file" in shown.out
+    assert status == 1
+    assert shown.out.startswith(f"{tmp_path / 'README.md'}:1:1: not_python error: is not a Python file\n")
     (tmp_path / "script").write_text("import apex.RNN\n")
     assert run(capsys, tmp_path / "script")[0] == 1
 
@@ -134,12 +134,72 @@ def test_a_file_that_is_not_python(tmp_path, capsys):
         ("# ampcompat: ignore", set()),
         ("# ampcompat: ignore[misspelt_level]", {"apex.amp.initialize"}),
         ("# ampcompat: ignore[trap, symbol]", set()),
-        ("# ampcompat: ignore[other]", {"misspelt_level", "apex.amp.initialize"}),
+        ("# ampcompat: ignore[other]", {"misspelt_level", "apex.amp.initialize", "unknown_rule"}),
     ],
 )
 def test_comments_ignore(comment, left):
     code = f"from apex import amp\namp.initialize(model, o, opt_level='01')  {comment}\n"
     assert {f.name for f in scan_source(code) if f.line == 2} == left
+
+
+@pytest.mark.parametrize(
+    ("comment", "problem"),
+    [
+        ("# ampcompat: ignore[misspelled_level]", "'misspelled_level' names no rule - did you mean misspelt_level?"),
+        (
+            "# ampcompat: ignore[trap, zzz]",
+            "'zzz' names no rule - name a trap, a symbol of apex",
+        ),
+        ("# ampcompat: ignore[deepcopy_of_optimizer]", "'deepcopy_of_optimizer' is no longer a rule - plain torch"),
+        ("# ampcompat: ignore[misspelt_level, apex.amp]", None),
+        ("# ampcompat: ignore", None),
+        ("; text = '# ampcompat: ignore[zzz]'", None),
+    ],
+)
+def test_a_comment_that_ignores_an_unknown_rule_is_named(comment, problem):
+    code = f"from apex import amp\nx = 1  {comment}\n"
+    found = [(f.line, f.level, f.note) for f in scan_source(code) if f.name == "unknown_rule"]
+    assert [(line, level) for line, level, _ in found] == ([] if problem is None else [(2, "warning")])
+    assert all(note.startswith(problem) for *_, note in found)
+
+
+def test_findings_one_a_line(tmp_path, capsys, monkeypatch):
+    """Each as ``path:line:col: rule verdict: message``, by the path from the working directory."""
+    (tmp_path / "repo").mkdir()
+    (tmp_path / "repo" / "x.py").write_text(TRAP)
+    (tmp_path / "repo" / "y.py").write_text("x = (\n")
+    monkeypatch.chdir(tmp_path)
+    status, shown = run(capsys, "repo")
+    assert status == 1
+    assert shown.out.splitlines() == [
+        "repo/x.py:2:1: apex.RNN not supported: use torch.nn.LSTM, torch.nn.GRU or torch.nn.RNN",
+        "repo/x.py:2:1: apex.amp works",
+        "repo/x.py:3:12: apex.amp.initialize works",
+        'repo/x.py:3:47: misspelt_level error: opt_level="01" starts with a zero and is refused; write the letter:'
+        ' "O1"',
+        "repo/y.py:1:1: unparsable error: Python 3 cannot parse the file ('(' was never closed)",
+        "2 files: 1 not supported, 2 error, 2 works",
+    ]
+
+
+def test_nothing_found_says_so(tmp_path, capsys):
+    (tmp_path / "x.py").write_text("from apex import amp\n")
+    assert run(capsys, tmp_path, "--select", "trap")[1].out == "1 file: no findings\n"
+
+
+def test_a_file_that_does_not_parse_fails_the_check(tmp_path, capsys):
+    (tmp_path / "x.py").write_text("print 'loss'\n")
+    for path in (tmp_path, tmp_path / "x.py"):
+        status, shown = run(capsys, path)
+        assert status == 1
+        assert "x.py:1:1: unparsable error: Python 3 cannot parse the file (" in shown.out
+
+
+def test_json_is_a_format(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        run(capsys, tmp_path, "--json")
+    assert end.value.code == 2
+    assert "--json - there is no such option any more - use --format json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
