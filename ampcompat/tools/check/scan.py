@@ -15,11 +15,12 @@ from pathlib import Path
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.bindings import apex_name
 from ampcompat.tools.check.config import Config, is_ignored, unknown_rules
-from ampcompat.tools.check.documents import NotANotebook, Notebook, install_lines, installs, installs_apex, is_notebook
+from ampcompat.tools.check.documents import NotANotebook, Notebook, is_notebook
 from ampcompat.tools.check.facts import Facts
 from ampcompat.tools.check.files import SUFFIXES, Unreadable, decode, read, sources
 from ampcompat.tools.check.findings import DIFFERS, ERROR, NOTE, UNSUPPORTED, WARNING, WORKS, Finding, Report
 from ampcompat.tools.check.judgement import judged
+from ampcompat.tools.check.manifests import installs_apex, is_manifest, places
 from ampcompat.tools.check.source import TRIES, Source, mentions_apex
 from ampcompat.tools.check.split_lines import lines_of
 from ampcompat.tools.check.symbols import ON_OPTIMIZERS, canonical, verdict
@@ -121,15 +122,17 @@ def read_file(name: str, file: str) -> CheckedFile:
         text = decode(read(file)).code
         notebook = Notebook.read(text) if is_notebook(os.path.basename(file)) else None
     except (Unreadable, NotANotebook) as problem:
-        reason = f"the file {problem}" if is_python else f"is not a Python file ({problem})"
+        reason = f"the file {problem}" if is_python or is_manifest(file) else f"is not a Python file ({problem})"
         return CheckedFile(name, file, findings=[Finding(name, 0, 0, "file", "unreadable", WARNING, reason)])
     checked = CheckedFile(name, file, text, has_python_suffix=is_python)
     if notebook is not None:
         checked.text, checked.lines = notebook.code, notebook.lines
         checked.add(_installing(name, (line for line, command in notebook.commands() if installs_apex(command))))
-    if installs(file):
-        checked.add(_installing(name, install_lines(text)))
-    elif mentions_apex(checked.text):
+    if is_manifest(file):
+        checked.add(_installing(name, (place.line for place in places(file, text))))
+        if not is_python:
+            return checked
+    if mentions_apex(checked.text):
         _parse(checked)
     else:
         checked.is_python = notebook is None  # notebooks are not imported
@@ -181,7 +184,10 @@ def _named(paths: Sequence[str | Path]) -> Iterator[tuple[str, str]]:
             yield (name if len(paths) == 1 else (given / name if whole else given).as_posix()), file
 
 
-INSTALLED = "apex is installed here: nothing has to be built any more; install ampcompat, and drop this"
+INSTALLED = (
+    "apex is installed here: nothing has to be built any more; drop this, and install ampcompat from a checkout,"
+    " since no package index has it"
+)
 
 
 def _installing(name: str, lines: Iterable[int]) -> list[Finding]:

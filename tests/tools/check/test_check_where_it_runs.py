@@ -9,7 +9,7 @@ import pytest
 from ampcompat.cli import main
 from ampcompat.tools.check import scan, scan_source
 from ampcompat.tools.check.config import BadConfig, Config, read_config
-from ampcompat.tools.check.documents import NotANotebook, Notebook, install_lines
+from ampcompat.tools.check.documents import NotANotebook, Notebook
 from ampcompat.tools.check.traps import FORMER_TRAPS
 
 TRAP = "import torch\nfrom apex import amp, RNN\nmodel, o = amp.initialize(model, o, opt_level='01')\n"
@@ -110,10 +110,27 @@ def test_a_file_that_is_not_a_notebook(text, tmp_path):
         ("dev-requirements.in", "apex\n", [1]),
         ("gpu-constraints.txt", "apex==0.1\n", [1]),
         ("Dockerfile", "RUN pip install torch # and apex\nRUN pip install torch && pip3 install apex\n", [2]),
+        ("Dockerfile", "RUN pip install \\\n    torch \\\n    # and\n    apex\nCMD x\n", [4]),
+        ("Dockerfile", "# pip install apex\nRUN pip install torch && python apex.py; cat apex\n", []),
+        ("build.sh", "git clone https://github.com/NVIDIA/apex\ncd apex\npip install .\n", [1]),
+        ("scripts/install.sh", "pip install -q \\\n  apex\nexport apex=1\n", [2]),
+        ("train.sh", "pip install torch\npython train.py --apex\n", []),
+        ("setup.py", "setup(\n    install_requires=[\n        'torch', 'apex>=0.1'],\n    packages=['apex'])\n", [3]),
+        ("setup.py", "requirements = ['torch',\n  'git+https://github.com/NVIDIA/apex']\nsetup(name='apex')\n", [2]),
+        ("setup.py", "setup(extras_require={'amp': ['apex'], 'all': ['torch']})\n", [1]),
+        ("setup.py", "setup(install_requires=['apex-predators'], name='apex')\n", []),
+        ("setup.cfg", "[isort]\nknown_third_party =\n    apex\n[options.extras_require]\namp = apex\n", [5]),
+        ("pyproject.toml", '[project]\ndependencies = ["torch", "apex>=0.1"]\n[tool.isort]\nknown = ["apex"]\n', [2]),
+        ("pyproject.toml", '[project.optional-dependencies]\namp = ["nvidia-apex"]\n', [2]),
+        ("pyproject.toml", '[build-system]\nrequires = [\n  "apex",\n]\n', [3]),
+        ("pyproject.toml", '[tool.poetry.dependencies]\napex = {git = "https://github.com/NVIDIA/apex"}\n', [2]),
+        ("pyproject.toml", '[project]\nname = "apex"\n[project.urls]\nx = "https://github.com/NVIDIA/apex"\n', []),
+        ("Pipfile", '[packages]\ntorch = "*"\napex = "*"\n[dev-packages]\n"apex" = {git = "x"}\n', [3, 5]),
+        ("environment.yml", "dependencies:\n  - conda-forge::nvidia-apex=0.1\n  - pip:\n    - apex\n", [2, 4]),
     ],
-)
+)  # fmt: skip
 def test_lines_that_install_apex(name, text, lines, tmp_path):
-    assert list(install_lines(text)) == lines
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(text)
     assert [(f.name, f.line) for f in scan(tmp_path).findings] == [("installs_apex", n) for n in lines]
 
