@@ -1,4 +1,4 @@
-"""What is known of one file by itself; what lies beside it plays no part here."""
+"""What is known of one file by itself, whatever other files are read with it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Decide what the suspects of each file come to, by the calls of ``amp.initialize`` that govern them.
 
 Such a call stands in the function, the class or the file of a suspect, or else in a file that imports that file or that
-it imports. No other file plays a part, so that a file has the same findings whatever lies beside it.
+it imports. No other file has any influence: a file has the same findings alone and among others.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ INSTALL_COMMAND = re.compile(
 HEADER = re.compile(r"\[+([^\[\]]+)\]")
 KEY = re.compile(r"([\w.\"'-]+) *=(?!=) *(.*)$")
 QUOTED = re.compile(r"\"([^\"]*)\"|'([^']*)'")
-DEPENDENCIES = re.compile(r"depend|requir", re.IGNORECASE)
+DEPENDENCIES = re.compile(r"depend|require", re.IGNORECASE)
 PACKAGE_TABLES = ("packages", "dev-packages")
 
 

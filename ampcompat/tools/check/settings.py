@@ -24,7 +24,7 @@ ARGUMENTS: dict[str, tuple[int, object]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """One way in which code may run. A None is not known.
+    """What one run of some code has in force; None stands for what is not known.
 
     Attributes:
         level: The name of the level; "" for a model that is half by hand.

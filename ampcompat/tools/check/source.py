@@ -208,6 +208,8 @@ class Source:
 
     @functools.cached_property
     def _apex_calls(self) -> list[tuple[ast.Call, str]]:
+        if not mentions_apex(self.code):
+            return []
         return [(call, symbol) for call in self.calls if (symbol := self.apex(call.func)) is not None]
 
     @once
