@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ampcompat.tools.check.facts import Facts
 from ampcompat.tools.check.findings import NOTE, Finding
+from ampcompat.tools.check.mistakes import Surroundings
 from ampcompat.tools.check.programs import Programs
 from ampcompat.tools.check.values import Values
 
@@ -48,7 +49,7 @@ def _of_file(facts: Facts, program: Sequence[Facts], relatives: Sequence[Facts])
     beside = [call for other in relatives for call in other.initializations]
     for suspect in facts.suspects:
         calls = [call.looked_up(options) for call in suspect.calls or beside]
-        finding = suspect.judged(calls, float_sigmoid, is_half_by_hand)
+        finding = suspect.judged(Surroundings(calls, float_sigmoid, is_half_by_hand))
         if finding is not None:
             yield finding
 

@@ -32,11 +32,26 @@ class Mistake:
 
 
 @dataclass(frozen=True)
+class Surroundings:
+    """What is known of the runs of the code around a suspect.
+
+    Attributes:
+        calls: The calls of ``initialize`` that govern it; empty if none is known.
+        float_sigmoid: As of :class:`Setting`.
+        is_half_by_hand: Whether its program makes a model half without ``initialize``.
+    """
+
+    calls: Sequence[Initialization]
+    float_sigmoid: bool = False
+    is_half_by_hand: bool = False
+
+
+@dataclass(frozen=True)
 class Suspect:
     """A mistake of one file, before it is known in which settings that file runs.
 
     Attributes:
-        finding: What is reported of it, as an error at every level.
+        finding: What is reported of it, still without a level.
         grade: As of :class:`Mistake`.
         names_level: As of :class:`Mistake`.
         calls: The calls of ``initialize`` in the file that govern it.
@@ -47,41 +62,49 @@ class Suspect:
     names_level: bool
     calls: tuple[Initialization, ...]
 
-    def judged(self, calls: Sequence[Initialization], float_sigmoid: bool, is_half_by_hand: bool) -> Finding | None:
-        """The finding that it is; None where it is no mistake.
-
-        Args:
-            calls: The calls of ``initialize`` that govern it; empty if none is known.
-            float_sigmoid: As of :class:`Setting`.
-            is_half_by_hand: Whether a model is made half without ``initialize``.
-        """
+    def judged(self, around: Surroundings) -> Finding | None:
+        """The finding that it comes to; None where it is no mistake."""
         if isinstance(self.grade, str):
             return replace(self.finding, level=self.grade)
-        grade = self.grade
-        if not calls and is_half_by_hand:
-            level = grade(HALF_BY_HAND)
+        if not around.calls and around.is_half_by_hand:
+            level = self.grade(HALF_BY_HAND)
             return None if level is None else replace(self.finding, level=level)
+        return self._as_error(self.grade, around) or self._as_warning(self.grade, around)
 
-        def grade_at(call: Initialization, name: str) -> str | None:
-            return grade(replace(call.at(name), float_sigmoid=float_sigmoid))
-
-        usual = [(call, call.usual_level) for call in calls]
-        if calls and all(name is not None and grade_at(call, name) == ERROR for call, name in usual):
-            names = [name for _, name in usual if name is not None]
-            by_default = "" if all(call.is_literal for call in calls) else ", the default"
-            return self._named(ERROR, f"at {_listed(names, 'and')}{by_default}: ")
-        grades = {(name, grade_at(call, name)) for call in calls or [ANY_LEVEL] for name in call.levels()}
-        names = [name for name, level in grades if level == ERROR] or [name for name, level in grades if level]
-        if not names or not self.names_level:  # a mistake at some calls only, whatever the level
+    def _as_error(self, grade: Grade, around: Surroundings) -> Finding | None:
+        """An error, if it is one at the usual level of each of the calls."""
+        names = []
+        for call in around.calls:
+            name = call.usual_level
+            if name is None or grade(_setting(call, name, around)) != ERROR:
+                return None
+            names.append(name)
+        if not names:
             return None
-        is_known = bool(calls) and all(call.is_literal for call in calls)
-        if is_known and len(calls) == 1:
-            return self._named(WARNING, f"at {_listed(names, 'or')}: ")
-        return self._named(WARNING, f"if the level is {_listed(names, 'or')}: ")
+        by_default = "" if all(call.is_literal for call in around.calls) else ", the default"
+        return self._at(ERROR, f"at {_listed(names, 'and')}{by_default}: ")
 
-    def _named(self, level: str, levels: str) -> Finding:
+    def _as_warning(self, grade: Grade, around: Surroundings) -> Finding | None:
+        """A warning that names the levels at which it is an error, or at which it may be one."""
+        if not self.names_level:
+            return None
+        names: dict[str | None, list[str]] = {ERROR: [], WARNING: [], None: []}
+        for call in around.calls or [ANY_LEVEL]:
+            for name in call.levels():
+                names[grade(_setting(call, name, around))].append(name)
+        worst = names[ERROR] or names[WARNING]
+        if not worst:
+            return None
+        is_known = len(around.calls) == 1 and around.calls[0].is_literal
+        return self._at(WARNING, f"at {worst[0]}: " if is_known else f"if the level is {_listed(worst, 'or')}: ")
+
+    def _at(self, level: str, levels: str) -> Finding:
         note = f"{levels}{self.finding.note}" if self.names_level else self.finding.note
         return replace(self.finding, level=level, note=note)
+
+
+def _setting(call: Initialization, level: str, around: Surroundings) -> Setting:
+    return replace(call.at(level), float_sigmoid=around.float_sigmoid)
 
 
 def _listed(names: Iterable[str], conjunction: str) -> str:
