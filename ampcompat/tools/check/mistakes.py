@@ -22,7 +22,7 @@ class Mistake:
         node: Where it is.
         note: What goes wrong, and the fix.
         grade: How bad it is in a setting, or in every one.
-        names_level: Whether the levels at which it is a mistake are named.
+        names_level: Whether it depends on the level, so that the levels at which it is a mistake are named.
     """
 
     node: ast.AST
@@ -69,7 +69,15 @@ class Suspect:
         if not around.calls and around.is_half_by_hand:
             level = self.grade(HALF_BY_HAND)
             return None if level is None else replace(self.finding, level=level)
+        if not self.names_level:
+            return self._at_any_level(self.grade, around)
         return self._as_error(self.grade, around) or self._as_warning(self.grade, around)
+
+    def _at_any_level(self, grade: Grade, around: Surroundings) -> Finding | None:
+        """An error, if it is one after each of the calls, whatever the level."""
+        settings = [_setting(call, name, around) for call in around.calls for name in call.levels()]
+        is_error = settings != [] and all(grade(setting) == ERROR for setting in settings)
+        return replace(self.finding, level=ERROR) if is_error else None
 
     def _as_error(self, grade: Grade, around: Surroundings) -> Finding | None:
         """An error, if it is one at the usual level of each of the calls."""
@@ -82,12 +90,11 @@ class Suspect:
         if not names:
             return None
         by_default = "" if all(call.is_literal for call in around.calls) else ", the default"
-        return self._at(ERROR, f"at {_listed(names, 'and')}{by_default}: ")
+        note = f"at {_listed(names, 'and')}{by_default}: {self.finding.note}"
+        return replace(self.finding, level=ERROR, note=note)
 
     def _as_warning(self, grade: Grade, around: Surroundings) -> Finding | None:
         """A warning that names the levels at which it is an error, or at which it may be one."""
-        if not self.names_level:
-            return None
         names: dict[str | None, list[str]] = {ERROR: [], WARNING: [], None: []}
         for call in around.calls or [ANY_LEVEL]:
             for name in call.levels():
@@ -96,11 +103,8 @@ class Suspect:
         if not worst:
             return None
         is_known = len(around.calls) == 1 and around.calls[0].is_literal
-        return self._at(WARNING, f"at {worst[0]}: " if is_known else f"if the level is {_listed(worst, 'or')}: ")
-
-    def _at(self, level: str, levels: str) -> Finding:
-        note = f"{levels}{self.finding.note}" if self.names_level else self.finding.note
-        return replace(self.finding, level=level, note=note)
+        where = f"at {worst[0]}" if is_known else f"if the level is {_listed(worst, 'or')}"
+        return replace(self.finding, level=WARNING, note=f"{where}: {self.finding.note}")
 
 
 def _setting(call: Initialization, level: str, around: Surroundings) -> Setting:

@@ -32,6 +32,13 @@ def test_the_table_is_read_as_it_is(name):
     )
 
 
+def test_a_loss_id_needs_no_level():
+    loop = LOOP.replace("loss, opt", "loss, opt, loss_id=1")
+    code = f"{HEAD}model, opt = amp.initialize(model, opt, opt_level=level)\n{loop}"
+    found = {f.name: (f.level, f.note.partition(" ")[0]) for f in scan_source(code) if f.kind == "trap"}
+    assert found["loss_id_out_of_range"] == ("error", "loss_id=1")
+
+
 def test_code_that_asks_for_the_level_is_no_error():
     code = f"{HEAD}model, opt = amp.initialize(model, opt, opt_level='O2')\n{LOOP}".replace(
         "torch.nn.utils", "if args.opt_level != 'O2':\n    torch.nn.utils"
