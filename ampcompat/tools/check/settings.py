@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ampcompat.tools.check.levels import LEVELS, Level
 from ampcompat.tools.check.source import SCOPES, Source, argument, once
@@ -12,14 +13,11 @@ from ampcompat.tools.check.values import UNKNOWN, Values, values_of
 
 INITIALIZE = ("apex.amp.initialize", "apex.amp.frontend.initialize")
 DEFAULT_LEVEL = "O1"
-#: Arguments that traps ask for, with their positions and defaults.
-ARGUMENTS: dict[str, tuple[int, object]] = {
-    "opt_level": (3, DEFAULT_LEVEL),
-    "patch_torch_functions": (5, None),
-    "master_weights": (7, None),
-    "loss_scale": (8, None),
-    "num_losses": (10, 1),
-}
+DEFAULT = Values.only(DEFAULT_LEVEL)
+ONE_LOSS = Values.only(1)
+NOT_GIVEN = Values.only(None)
+#: The positions of the arguments that traps ask for.
+POSITIONS = {"opt_level": 3, "patch_torch_functions": 5, "master_weights": 7, "loss_scale": 8, "num_losses": 10}
 
 
 @dataclass(frozen=True)
@@ -47,14 +45,17 @@ class Setting:
 
 @dataclass(frozen=True)
 class Initialization:
-    """One call of ``amp.initialize``.
+    """What one call of ``amp.initialize`` is given, as far as traps ask for it; each default is apex's.
 
     Attributes:
-        arguments: What it is given for each of :data:`ARGUMENTS`.
         is_off: Whether it says ``enabled=False``.
     """
 
-    arguments: Mapping[str, Values] = field(hash=False)
+    opt_level: Values = DEFAULT
+    patch_torch_functions: Values = NOT_GIVEN
+    master_weights: Values = NOT_GIVEN
+    loss_scale: Values = NOT_GIVEN
+    num_losses: Values = ONE_LOSS
     is_off: bool = False
 
     @classmethod
@@ -62,35 +63,37 @@ class Initialization:
         """Read a call; what it unpacks (``**options``) may be anything."""
         unpacks = any(keyword.arg is None for keyword in call.keywords)
         unpacks = unpacks or any(isinstance(given, ast.Starred) for given in call.args)
-        found = {}
-        for name, (position, default) in ARGUMENTS.items():
+        found: dict[str, Any] = {}
+        for name, position in POSITIONS.items():
             given = argument(call, position, name)
             if given is not None:
                 found[name] = values_of(source, given)
-            else:
-                found[name] = Values() if unpacks else Values.only(default)
+            elif unpacks:
+                found[name] = Values()
         enabled = argument(call, 2, "enabled")
-        return cls(found, isinstance(enabled, ast.Constant) and enabled.value in (False, 0))
+        is_off = isinstance(enabled, ast.Constant) and enabled.value in (False, 0)
+        return cls(**found, is_off=is_off)
 
     def looked_up(self, options: Mapping[str, Values]) -> Initialization:
         """The same call with the values of the command line's options in the place of their names."""
-        return replace(self, arguments={name: values.looked_up(options) for name, values in self.arguments.items()})
+        known: dict[str, Any] = {name: getattr(self, name).looked_up(options) for name in POSITIONS}
+        return replace(self, **known)
 
     @property
     def usual_level(self) -> str | None:
         """The level at which it runs, unless a command line says otherwise; None where that is not known."""
-        level = self.arguments["opt_level"].usual
+        level = self.opt_level.usual
         return level if isinstance(level, str) and level in LEVELS else None
 
     @property
     def is_literal(self) -> bool:
         """Whether it can run at no other level."""
-        level = self.arguments["opt_level"]
+        level = self.opt_level
         return self.usual_level is not None and not level.is_open and not level.others
 
     def levels(self) -> list[str]:
         """Every level at which it may run; all where no level is named."""
-        level = self.arguments["opt_level"]
+        level = self.opt_level
         named = [name for name in LEVELS if name == level.usual or name in level.others]
         return list(LEVELS) if level.is_open or not named else named
 
@@ -99,8 +102,8 @@ class Initialization:
         if self.is_off:
             return Setting(name, weights="", functions="", masters=False, is_scaled=False)
         level = LEVELS[name]
-        patches = self.arguments["patch_torch_functions"].usual
-        num_losses = self.arguments["num_losses"].usual
+        patches = self.patch_torch_functions.usual
+        num_losses = self.num_losses.usual
         return Setting(
             level=name,
             weights=level.weights,
@@ -111,13 +114,13 @@ class Initialization:
         )
 
     def _masters(self, level: Level) -> bool | None:
-        given = self.arguments["master_weights"].usual
+        given = self.master_weights.usual
         if given is None:
             return level.masters
         return given if isinstance(given, bool) else None
 
     def _is_scaled(self, level: Level) -> bool | None:
-        given = self.arguments["loss_scale"].usual
+        given = self.loss_scale.usual
         if given is UNKNOWN:
             return None
         scale = level.loss_scale if given is None else given
@@ -125,13 +128,7 @@ class Initialization:
 
 
 #: What is in force where no call of ``initialize`` is known: any level, with the options of its row.
-ANY_LEVEL = Initialization(
-    {
-        **{name: Values.only(default) for name, (_, default) in ARGUMENTS.items()},
-        "opt_level": Values(),
-        "num_losses": Values(),
-    }
-)
+ANY_LEVEL = Initialization(opt_level=Values(), num_losses=Values())
 #: A model that ``fp16_utils`` make half.
 HALF_BY_HAND = Setting("", weights="float16", functions="", masters=None, is_scaled=None)
 
@@ -144,12 +141,21 @@ def initializations(source: Source) -> dict[ast.Call, Initialization]:
 
 def governing(source: Source, node: ast.AST) -> tuple[Initialization, ...]:
     """The calls of ``initialize`` that govern a node: in its function, or else in its class, or else in its file."""
-    calls = initializations(source)
-    for part in _parts_around(source, node):
-        within = tuple(initialization for call, initialization in calls.items() if part in source.ancestors(call))
-        if within:
+    for part in (*_parts_around(source, node), source.tree):
+        within = _within(source).get(part)
+        if within is not None:
             return within
-    return tuple(calls.values())
+    return ()
+
+
+@once
+def _within(source: Source) -> dict[ast.AST, tuple[Initialization, ...]]:
+    """The different calls of ``initialize`` in each function, in each class and in the file, where there are some."""
+    found: dict[ast.AST, dict[Initialization, None]] = {}
+    for call, initialization in initializations(source).items():
+        for part in (*_parts_around(source, call), source.tree):
+            found.setdefault(part, {})[initialization] = None
+    return {part: tuple(calls) for part, calls in found.items()}
 
 
 def _parts_around(source: Source, node: ast.AST) -> Iterator[ast.AST]:

@@ -186,18 +186,40 @@ def clip_of_scaled_gradients(source: Source) -> Iterator[Mistake]:
 
 def _clips(source: Source, block: With, call: ast.Call) -> bool:
     """Whether a call in a block clips gradients, itself or by functions of the same file."""
-    waiting = [call]
-    seen: set[ast.AST] = set()
-    for clip in waiting:  # grows on the way
-        if called(clip) in CLIPS and clip.args and not contradict(source, block, clip):
-            return True
-        function = _function_of(source, clip)
-        if function is not None and function not in seen:
-            seen.add(function)
-            body = source.within(function)
-            if not any(isinstance(part, ast.With) and part in source.scaled_blocks() for part in body):
-                waiting += [part for part in body if isinstance(part, ast.Call)]
-    return False
+    if called(call) in CLIPS and call.args:
+        return True
+    function = _function_of(source, call)
+    clips = _clips_by_function(source).get(function, []) if function is not None else []
+    return any(not contradict(source, block, clip) for clip in clips)
+
+
+@once
+def _clips_by_function(source: Source) -> dict[ast.AST, list[ast.Call]]:
+    """The clips that a function runs, itself or by the functions that it calls.
+
+    A function with a block of its own is left out: it may clip after that.
+    """
+    found: dict[ast.AST, list[ast.Call]] = {}
+    for clip in source.calls_named(*CLIPS):
+        if clip.args:
+            waiting = [source.scope(clip)]
+            for function in waiting:  # grows on the way
+                clips = found.setdefault(function, [])
+                if function not in _blocks_by_function(source) and clip not in clips:
+                    clips.append(clip)
+                    waiting += _callers(source).get(function, [])
+    return found
+
+
+@once
+def _callers(source: Source) -> dict[ast.AST, list[ast.AST]]:
+    """The functions that call a function of the same file."""
+    found: dict[ast.AST, list[ast.AST]] = {}
+    for call in source.calls:
+        function = _function_of(source, call)
+        if function is not None:
+            found.setdefault(function, []).append(source.scope(call))
+    return found
 
 
 def _function_of(source: Source, call: ast.Call) -> ast.AST | None:
@@ -264,13 +286,14 @@ def unscaled_backward(source: Source) -> Iterator[Mistake]:
     calls = [call for call in initializations(source) if _has_optimizer(call)]
     if not calls or _scales_otherwise(source):
         return
+    initializing = {_part_around(source, call) for call in calls}
     note = "gradients come to the masters, and a scale to the loss, in a block alone; write"
     note += " `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
     for backward in source.calls_named("backward"):
         # In one of two branches it may be the one without amp.
         if not isinstance(backward.func, ast.Attribute) or backward.args or has_alternative(source, backward):
             continue
-        is_near = any(_part_around(source, backward) is _part_around(source, call) for call in calls)
+        is_near = _part_around(source, backward) in initializing
         # Code further away may be called where amp is off.
         yield Mistake(backward, note, _with_masters_perhaps_with_scale if is_near else _at_most_a_warning)
 
