@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from ampcompat.tools.check.mistakes import Mistake, Suspect
 from ampcompat.tools.check.programs import Import, imports
 from ampcompat.tools.check.settings import INITIALIZE, Initialization, governing, initializations
-from ampcompat.tools.check.source import Source
+from ampcompat.tools.check.source import SCALE_LOSS, Source
 from ampcompat.tools.check.traps import TRAPS
 from ampcompat.tools.check.values import Values, options
 
-STARTS = (*INITIALIZE, "apex.amp.scale_loss", "apex.amp.handle.scale_loss", "apex.amp.init")
 HOMES = ("fp16_utils.", "fp16_utils.fp16util.", "fp16_utils.fp16_optimizer.", "optimizers.", "contrib.optimizers.")
 MAKES_HALF = ("network_to_half", "convert_network", "FP16Model", "FP16_Optimizer", "tofp16", "BN_convert_float")
 #: Nodes of a tree that is searched for traps, some 15,000 lines: the work grows with their square.
@@ -30,6 +29,7 @@ class Facts:
         initializations: Its calls of ``initialize``.
         options: Options of the command line that it declares.
         uses_amp: It initializes amp or scales a loss.
+        scales: It scales a loss.
         is_half_by_hand: It makes a model half without ``initialize``: no level, and no lists that cast anything back.
         float_sigmoid: It registers ``torch.sigmoid`` to run in float32, or allows banned functions.
         suspects: What its traps have found.
@@ -41,6 +41,7 @@ class Facts:
     initializations: tuple[Initialization, ...] = ()
     options: Mapping[str, Values] = field(default_factory=dict)
     uses_amp: bool = False
+    scales: bool = False
     is_half_by_hand: bool = False
     float_sigmoid: bool = False
     suspects: tuple[Suspect, ...] = ()
@@ -55,7 +56,8 @@ class Facts:
             imports=frozenset(imports(source)),
             initializations=tuple(initializations(source).values()),
             options=options(source),
-            uses_amp=bool(source.calls_to(*STARTS)),
+            uses_amp=bool(source.calls_to(*INITIALIZE, *SCALE_LOSS, "apex.amp.init")),
+            scales=bool(source.calls_to(*SCALE_LOSS)),
             is_half_by_hand=bool(source.calls_to(*(f"apex.{home}{name}" for home in HOMES for name in MAKES_HALF))),
             float_sigmoid=_floats_sigmoid(source),
             suspects=() if is_too_long else tuple(_suspects(source)),

@@ -7,6 +7,7 @@ it imports. No other file has any influence: a file has the same findings alone 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from ampcompat.tools.check.facts import Facts
 from ampcompat.tools.check.findings import NOTE, Finding
@@ -43,13 +44,17 @@ def _of_file(facts: Facts, program: Sequence[Facts], relatives: Sequence[Facts])
         return
     if facts.is_too_long:
         yield Finding(facts.path, 0, 0, "file", "too_long", NOTE, TOO_LONG)
-    float_sigmoid = any(other.float_sigmoid for other in program)
-    is_half_by_hand = any(other.is_half_by_hand for other in program)
+    around = Surroundings(
+        calls=(),
+        float_sigmoid=any(other.float_sigmoid for other in program),
+        scales_elsewhere=any(other.scales for other in relatives),
+        is_half_by_hand=any(other.is_half_by_hand for other in program),
+    )
     options = _options(facts, program)
     beside = [call for other in relatives for call in other.initializations]
     for suspect in facts.suspects:
         calls = [call.looked_up(options) for call in suspect.calls or beside]
-        finding = suspect.judged(Surroundings(calls, float_sigmoid, is_half_by_hand))
+        finding = suspect.judged(replace(around, calls=calls))
         if finding is not None:
             yield finding
 

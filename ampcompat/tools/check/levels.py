@@ -37,12 +37,10 @@ def read_levels(code: str) -> dict[str, Level]:
     """
     tree = ast.parse(code)
     fields = [name for node in tree.body if isinstance(node, ast.ClassDef) for name in _fields(node)]
-    for node in tree.body:
-        if isinstance(node, ast.AnnAssign) and dotted(node.target) == "LEVELS" and isinstance(node.value, ast.Dict):
-            table = node.value
-            break
-    else:
+    tables = [node.value for node in tree.body if isinstance(node, ast.AnnAssign) and dotted(node.target) == "LEVELS"]
+    if len(tables) != 1 or not isinstance(tables[0], ast.Dict):
         raise ValueError("no table LEVELS in this source - pass that of ampcompat/amp/levels.py")
+    table = tables[0]
     levels = {}
     for name, row in zip(table.keys, table.values, strict=True):
         if isinstance(name, ast.Constant) and isinstance(row, ast.Call):

@@ -38,11 +38,13 @@ class Surroundings:
     Attributes:
         calls: The calls of ``initialize`` that govern it; empty if none is known.
         float_sigmoid: As of :class:`Setting`.
+        scales_elsewhere: As of :class:`Setting`.
         is_half_by_hand: Whether its program makes a model half without ``initialize``.
     """
 
     calls: Sequence[Initialization]
     float_sigmoid: bool = False
+    scales_elsewhere: bool = False
     is_half_by_hand: bool = False
 
 
@@ -108,7 +110,7 @@ class Suspect:
 
 
 def _setting(call: Initialization, level: str, around: Surroundings) -> Setting:
-    return replace(call.at(level), float_sigmoid=around.float_sigmoid)
+    return replace(call.at(level), float_sigmoid=around.float_sigmoid, scales_elsewhere=around.scales_elsewhere)
 
 
 def _listed(names: Iterable[str], conjunction: str) -> str:

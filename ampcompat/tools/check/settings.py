@@ -32,6 +32,7 @@ class Setting:
         is_scaled: Whether the loss is multiplied by a scale.
         num_losses: The number of losses.
         float_sigmoid: Whether ``torch.sigmoid`` is registered to run in float32, or banned functions are allowed.
+        scales_elsewhere: Whether a file that an import ties to the code scales losses.
     """
 
     level: str
@@ -41,6 +42,7 @@ class Setting:
     is_scaled: bool | None
     num_losses: int | None = None
     float_sigmoid: bool = False
+    scales_elsewhere: bool = False
 
 
 @dataclass(frozen=True)

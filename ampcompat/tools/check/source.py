@@ -15,6 +15,7 @@ from ampcompat.tools.check.findings import Finding
 from ampcompat.tools.check.symbols import ON_OPTIMIZERS
 
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+SCALE_LOSS = ("apex.amp.scale_loss", "apex.amp.handle.scale_loss")
 #: What a text that uses apex has in it: a name of it, or of what it leaves on optimizers.
 MENTIONS = ("apex", "ampcompat", *EXTENSIONS, *ON_OPTIMIZERS)
 Node = TypeVar("Node", bound=ast.AST)
@@ -222,7 +223,7 @@ class Source:
 
     def scaled_blocks(self) -> list[ast.With | ast.AsyncWith]:
         """``with amp.scale_loss(...)`` statements."""
-        calls = set(map(id, self.calls_to("apex.amp.scale_loss", "apex.amp.handle.scale_loss")))
+        calls = set(map(id, self.calls_to(*SCALE_LOSS)))
         if not calls:
             return []
         blocks: Iterator[ast.With | ast.AsyncWith] = self.kind(ast.With, ast.AsyncWith)

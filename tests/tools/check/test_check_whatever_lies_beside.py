@@ -87,6 +87,14 @@ def test_a_model_is_searched_in_a_program_that_uses_amp(tmp_path):
     assert traps(tmp_path, files) == {("model.py", "overflowing_fill"): "error"}
 
 
+def test_a_plain_backward_pass_where_another_file_scales_losses(tmp_path):
+    """It may be the loss of a model that amp has not got."""
+    files = {"train.py": initialized('"O2"') + "loss.backward()\n", "engine.py": HEAD + BLOCK}
+    assert traps(tmp_path, files) == {("train.py", "unscaled_backward"): "error"}
+    files["train.py"] += "import engine\n"
+    assert traps(tmp_path, files) == {("train.py", "unscaled_backward"): "warning"}
+
+
 def test_the_nearest_call_of_initialize_governs(tmp_path):
     def function(name, level, loop=""):
         body = f"model, opt = amp.initialize(model, opt, opt_level={level})\n{loop}" if level else loop

@@ -49,6 +49,10 @@ def unscaled(level, after=""):
 
 #: The trap, and the snippet.
 TRUE = {
+    "level with a zero, by an option": (
+        "misspelt_level",
+        APEX + OPTION.replace("O1", "01") + INIT.format("args.opt_level"),
+    ),
     "O2 as enabled, by an option": (
         "level_as_enabled",
         APEX + OPTION.replace("O1", "O2") + "model, opt = amp.initialize(model, opt, args.opt_level)\n",

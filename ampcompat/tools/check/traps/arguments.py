@@ -10,7 +10,7 @@ from ampcompat.tools.check.findings import ERROR, WARNING
 from ampcompat.tools.check.levels import LEVELS
 from ampcompat.tools.check.mistakes import Mistake
 from ampcompat.tools.check.settings import DEFAULT_LEVEL, Setting, initializations
-from ampcompat.tools.check.source import Source, argument
+from ampcompat.tools.check.source import SCALE_LOSS, Source, argument
 from ampcompat.tools.check.values import options, values_of
 
 #: The keys of ``amp.state_dict()`` begin so.
@@ -22,9 +22,11 @@ def misspelt_level(source: Source) -> Iterator[Mistake]:
     misspelt = {f"0{name[1:]}": name for name in LEVELS}
     for call in initializations(source):
         level = argument(call, 3, "opt_level")
-        if isinstance(level, ast.Constant) and level.value in misspelt:
-            right = misspelt[level.value]
-            note = f'opt_level="{level.value}" starts with a zero and is refused; write the letter: "{right}"'
+        if level is None:
+            continue
+        given = values_of(source, level).looked_up(options(source)).usual
+        if isinstance(given, str) and given in misspelt:
+            note = f'opt_level="{given}" starts with a zero and is refused; write the letter: "{misspelt[given]}"'
             yield Mistake(level, note, ERROR)
 
 
@@ -56,7 +58,7 @@ def _level_named(source: Source, node: ast.expr) -> str:
 
 def loss_id_out_of_range(source: Source) -> Iterator[Mistake]:
     """``scale_loss(loss, opt, loss_id=1)`` after ``initialize(..., num_losses=1)``: ids begin at 0."""
-    for call in source.calls_to("apex.amp.scale_loss", "apex.amp.handle.scale_loss"):
+    for call in source.calls_to(*SCALE_LOSS):
         given = argument(call, 2, "loss_id")
         if not isinstance(given, ast.Constant) or not isinstance(given.value, int):
             continue

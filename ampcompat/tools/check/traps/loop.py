@@ -46,6 +46,8 @@ def _with_masters_perhaps_with_scale(setting: Setting) -> str | None:
     masters = _with_masters(setting)
     if masters is None and setting.is_scaled is not False:
         return WARNING
+    if masters is not None and setting.scales_elsewhere:
+        return WARNING  # it may be the loss of a model without amp
     return masters
 
 
