@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from ampcompat.tools.check.mistakes import Mistake
 from ampcompat.tools.check.source import Source
-from ampcompat.tools.check.traps import arguments, loop, numeric
+from ampcompat.tools.check.traps import after_block, arguments, in_block, numeric, without_block
 
 Trap = Callable[[Source], Iterator[Mistake]]
 
@@ -15,13 +15,13 @@ TRAPS: tuple[Trap, ...] = (
     arguments.level_as_enabled,
     arguments.loss_id_out_of_range,
     arguments.whole_checkpoint,
-    loop.clip_of_model_params,
-    loop.edit_of_model_gradients,
-    loop.clip_of_scaled_gradients,
-    loop.backward_of_wrong_loss,
-    loop.backward_after_block,
-    loop.step_in_block,
-    loop.unscaled_backward,
+    after_block.clip_of_model_params,
+    after_block.edit_of_model_gradients,
+    in_block.clip_of_scaled_gradients,
+    in_block.backward_of_wrong_loss,
+    after_block.backward_after_block,
+    in_block.step_in_block,
+    without_block.unscaled_backward,
     numeric.banned_cross_entropy,
     numeric.overflowing_fill,
 )
