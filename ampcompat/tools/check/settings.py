@@ -65,6 +65,8 @@ class Initialization:
         """Read a call; what it unpacks (``**options``) may be anything."""
         unpacks = any(keyword.arg is None for keyword in call.keywords)
         unpacks = unpacks or any(isinstance(given, ast.Starred) for given in call.args)
+        if unpacks and argument(call, POSITIONS["opt_level"], "opt_level") is None:
+            return ANY_LEVEL
         found: dict[str, Any] = {}
         for name, position in POSITIONS.items():
             given = argument(call, position, name)
@@ -117,16 +119,23 @@ class Initialization:
 
     def _masters(self, level: Level) -> bool | None:
         given = self.master_weights.usual
-        if given is None:
-            return level.masters
-        return given if isinstance(given, bool) else None
+        if isinstance(given, bool):
+            return given
+        is_uncertain = given is not None and level.masters
+        return None if is_uncertain else level.masters
 
     def _is_scaled(self, level: Level) -> bool | None:
         given = self.loss_scale.usual
-        if given is UNKNOWN:
-            return None
-        scale = level.loss_scale if given is None else given
-        return str(scale) not in ("1", "1.0")
+        if given is None:
+            return _is_scale(level.loss_scale)
+        if given is not UNKNOWN:
+            return _is_scale(given)
+        return None if _is_scale(level.loss_scale) else False
+
+
+def _is_scale(value: object) -> bool:
+    """Whether a loss scale, as ``initialize`` takes it, may be another one than 1."""
+    return str(value) not in ("1", "1.0")
 
 
 #: What is in force where no call of ``initialize`` is known: any level, with the options of its row.

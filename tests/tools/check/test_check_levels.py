@@ -119,12 +119,38 @@ def option(arguments):
         ('"O2", master_weights=masters', "", [("warning", "at O2")]),
         ('"O3", master_weights=True', "", [("error", "at O3")]),
         ('"O2", enabled=False', "", []),
-        ("**options", "", None),
     ],
 )  # fmt: skip
 def test_the_level_of_a_finding(level, before, found):
-    if found is None:
-        code = f"{HEAD}model, opt = amp.initialize(model, opt, {level})\n{LOOP}"
-        assert [f.level for f in scan_source(code) if f.kind == "trap"] == ["warning"]
-    else:
-        assert clip(level, before) == found
+    assert clip(level, before) == found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ("**options", ["if the level is O2 or O5"]),
+        ("*options", ["if the level is O2 or O5"]),
+        ('opt_level="O2", **options', ["at O2"]),
+        ('opt_level="O3", **options', []),
+    ],
+)
+def test_what_is_unpacked_may_be_anything(arguments, found):
+    code = f"{HEAD}model, opt = amp.initialize(model, opt, {arguments})\n{LOOP}"
+    traps = [f for f in scan_source(code) if f.kind == "trap"]
+    assert [(f.level, f.note.partition(":")[0]) for f in traps] == [("warning", where) for where in found]
+
+
+@pytest.mark.parametrize(
+    ("scale", "found"),
+    [
+        ("None", [("error", "at O1")]),
+        ("args.scale", [("warning", "at O1")]),
+        ("1.0", []),
+        ('"1.0"', []),
+        ("128.0", [("error", "at O1")]),
+    ],
+)
+def test_a_scale_that_is_not_known(scale, found):
+    loop = "with amp.scale_loss(loss, opt) as scaled:\n    loss.backward()\n"
+    code = f'{HEAD}model, opt = amp.initialize(model, opt, opt_level="O1", loss_scale={scale})\n{loop}'
+    assert [(f.level, f.note.partition(":")[0]) for f in scan_source(code) if f.kind == "trap"] == found
