@@ -25,7 +25,6 @@ class Setting:
     """What one run of some code has in force; None stands for what is not known.
 
     Attributes:
-        level: The name of the level; "" for a model that is half by hand.
         weights: The dtype that weights are cast to; "" for none.
         functions: The dtype that functions are cast to; "" for none.
         masters: Whether the optimizer steps float32 masters.
@@ -35,7 +34,6 @@ class Setting:
         scales_elsewhere: Whether a file that an import ties to the code scales losses.
     """
 
-    level: str
     weights: str
     functions: str
     masters: bool | None
@@ -104,12 +102,11 @@ class Initialization:
     def at(self, name: str) -> Setting:
         """The setting at one level, with the options that the call overrides."""
         if self.is_off:
-            return Setting(name, weights="", functions="", masters=False, is_scaled=False)
+            return Setting(weights="", functions="", masters=False, is_scaled=False)
         level = LEVELS[name]
         patches = self.patch_torch_functions.usual
         num_losses = self.num_losses.usual
         return Setting(
-            level=name,
             weights=level.weights,
             functions="" if patches is False else level.functions,
             masters=self._masters(level),
@@ -141,7 +138,7 @@ def _is_scale(value: object) -> bool:
 #: What is in force where no call of ``initialize`` is known: any level, with the options of its row.
 ANY_LEVEL = Initialization(opt_level=Values(), num_losses=Values())
 #: A model that ``fp16_utils`` make half.
-HALF_BY_HAND = Setting("", weights="float16", functions="", masters=None, is_scaled=None)
+HALF_BY_HAND = Setting(weights="float16", functions="", masters=None, is_scaled=None)
 
 
 @once

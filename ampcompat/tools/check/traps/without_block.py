@@ -25,7 +25,7 @@ def unscaled_backward(source: Source) -> Iterator[Mistake]:
     if not calls or _scales_otherwise(source):
         return
     initializing = {_part_around(source, call) for call in calls}
-    note = "gradients come to the masters, and a scale to the loss, in a block alone; write"
+    note = "without a scale_loss block the loss is not scaled, and masters get no gradients; write"
     note += " `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
     for backward in source.calls_named("backward"):
         # In one of two branches it may be the one without amp.
