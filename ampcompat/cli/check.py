@@ -9,15 +9,16 @@ import time
 from collections.abc import Callable
 
 from ampcompat.cli._emit import emit, painted
+from ampcompat.cli._options import Gone
 from ampcompat.tools.check import Report, scan
 from ampcompat.tools.check.config import read_config
-from ampcompat.tools.check.formats import github, plain, table
+from ampcompat.tools.check.formats import github, lines, plain
 
 #: Seconds before progress is shown, and between two looks at it.
 FIRST, BETWEEN = 0.5, 0.1
-EXIT = "exit status: 0 nothing unsupported and no error, 1 something unsupported or an error, 2 bad usage"
+EXIT = "exit status: 0 all is supported and no finding is an error, 1 otherwise, 2 bad usage"
 FORMATS: dict[str, Callable[[Report], str]] = {
-    "text": lambda report: table(report, painted),
+    "text": lambda report: lines(report, painted),
     "json": lambda report: json.dumps(report.as_dict(), indent=2),
     "github": github,
 }
@@ -36,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--format", type=_format, choices=FORMATS, default="text", help="how to print the report (default: text)"
     )
-    parser.add_argument("--json", action="store_const", const="json", dest="format", help="the same as --format json")
+    parser.add_argument("--json", action=Gone, instead="use --format json")
     parser.add_argument("--select", type=_rules, default=[], metavar="RULES", help="report these rules only, a,b")
     parser.add_argument("--ignore", type=_rules, default=[], metavar="RULES", help="do not report these rules, a,b")
     parser.set_defaults(main=main, parser=parser)

@@ -117,7 +117,7 @@ def _summary(args: argparse.Namespace, changes: Sequence[Change], left: int) -> 
     paths = " ".join(args.paths)
     if changed and not args.write:
         follow = f"ampcompat migrate --to {args.to} --write {paths}"
-    elif left:
+    elif any(change.todos for change in changes):
         follow = f"grep -rn 'TODO(ampcompat)' {paths}"
     elif changed:
         follow = "git diff" if args.to == "native" else f"ampcompat check {paths}"

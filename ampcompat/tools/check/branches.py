@@ -15,10 +15,27 @@ Condition = tuple[str, bool]
 
 def exclusive(source: Source, earlier: ast.AST, later: ast.AST) -> bool:
     """Whether ``later`` does not run in an iteration in which ``earlier`` has run."""
-    if _leaves_before(source, earlier, later):
-        return True
-    known = conditions(source, later)
-    return any((test, not holds) in known for test, holds in conditions(source, earlier))
+    return _leaves_before(source, earlier, later) or contradict(source, earlier, later)
+
+
+def contradict(source: Source, first: ast.AST, second: ast.AST) -> bool:
+    """Whether the tests around one node, read as text, rule out those around another, perhaps of another function."""
+    known = conditions(source, second)
+    return any((test, not holds) in known for test, holds in conditions(source, first))
+
+
+def has_alternative(source: Source, node: ast.AST) -> bool:
+    """Whether an ``if`` of its function may run something else in the place of ``node``."""
+    for child, parent in source.around(node):
+        if isinstance(parent, SCOPES):
+            return False
+        if isinstance(parent, ast.If) and parent.orelse:
+            return True
+        place = source.place(child)
+        earlier = [] if place is None else place.block[: place.position]
+        if any(isinstance(statement, ast.If) and _leaves(statement.body[-1]) for statement in earlier):
+            return True
+    return False
 
 
 @once

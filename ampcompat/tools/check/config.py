@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import io
 import re
-from collections.abc import Iterable, Sequence
+import tokenize
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ampcompat.tools.check.findings import LEVELS, Finding
+from ampcompat.tools.check.findings import KINDS, LEVELS, Finding
 from ampcompat.tools.check.symbols import MODULES, ON_OPTIMIZERS, SYMBOLS
 from ampcompat.tools.check.traps import FORMER_TRAPS, TRAPS
 
 COMMENT = re.compile(r"#\s*ampcompat:\s*ignore(?:\[([^\]]*)\])?")
 KEYS = ("select", "ignore", "exclude")
-KINDS = ("symbol", "trap", "file")
 #: Names of findings about a file.
-FILE_RULES = ("unreadable", "unparsable", "not_python", "too_long", "installs_apex")
+FILE_RULES = ("unreadable", "unparsable", "not_python", "too_long", "installs_apex", "unknown_rule")
 
 
 class BadConfig(ValueError):
@@ -78,18 +79,49 @@ def check_rules(where: str, rules: Iterable[str]) -> None:
     Raises:
         BadConfig: A rule names no finding.
     """
+    for rule in rules:
+        problem = problem_with(rule)
+        if problem is not None:
+            raise BadConfig(f"{where}: {problem}")
+
+
+def problem_with(rule: str) -> str | None:
+    """Why no finding has a rule, and which is meant; None where some can have it."""
+    if rule in FORMER_TRAPS:
+        return f"{rule!r} is no longer a rule - {FORMER_TRAPS[rule]} - leave it out"
     known = {*KINDS, *LEVELS, *FILE_RULES, *(trap.__name__ for trap in TRAPS), *SYMBOLS}
     known |= {f"optimizer.{name}" for name in ON_OPTIMIZERS}
-    for rule in rules:
-        if rule in FORMER_TRAPS:
-            raise BadConfig(f"{where}: {rule!r} is no longer a rule - {FORMER_TRAPS[rule]} - leave it out")
-        # An unknown name of a module of apex is reported by that name; "optimizer" stands for all that begin so.
-        parent = rule.rpartition(".")[0]
-        if rule in known or parent in MODULES or any(name.startswith(f"{rule}.") for name in known):
+    # An unknown name of a module of apex is reported by that name; "optimizer" stands for all that begin so.
+    parent = rule.rpartition(".")[0]
+    if rule in known or parent in MODULES or any(name.startswith(f"{rule}.") for name in known):
+        return None
+    close = difflib.get_close_matches(rule, known, n=1)
+    meant = f"did you mean {close[0]}?" if close else f"name a trap, a symbol of apex, or {', '.join(KINDS)}."
+    return f"{rule!r} names no rule - {meant}"
+
+
+def unknown_rules(code: str) -> Iterator[tuple[int, str]]:
+    """The rules that comments of a Python source ignore and no finding has: the line, and what is wrong."""
+    if COMMENT.search(code) is None:
+        return
+    for line, comment in _comments(code):
+        found = COMMENT.search(comment)
+        if found is None or found[1] is None:
             continue
-        close = difflib.get_close_matches(rule, known, n=1)
-        meant = f"did you mean {close[0]}?" if close else f"name a trap, a symbol of apex, or {', '.join(KINDS)}."
-        raise BadConfig(f"{where}: {rule!r} names no rule - {meant}")
+        for rule in found[1].split(","):
+            problem = problem_with(rule.strip())
+            if problem is not None:
+                yield line, problem
+
+
+def _comments(code: str) -> Iterator[tuple[int, str]]:
+    """The comments of a Python source, with their lines; those above the place where it cannot be parsed."""
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(code).readline):
+            if token.type == tokenize.COMMENT:
+                yield token.start[0], token.string
+    except (tokenize.TokenError, SyntaxError):
+        return
 
 
 def is_ignored(finding: Finding, lines: Sequence[str]) -> bool:

@@ -1,12 +1,10 @@
-"""Files beside Python sources: notebooks, whose cells are code, and files that install apex."""
+"""Notebooks, whose cells are code."""
 
 from __future__ import annotations
 
 import bisect
 import contextlib
-import fnmatch
 import json
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,19 +12,6 @@ from typing import TypedDict
 
 from ampcompat.tools.check.split_lines import lines_of
 
-NOTEBOOKS = ("*.ipynb",)
-INSTALLS = (
-    "*requirements*.txt", "*requirements*.in", "*constraints*.txt", "Dockerfile*", "*.dockerfile", "setup.cfg",
-    "pyproject.toml", "environment*.yml", "environment*.yaml",
-)  # fmt: skip
-#: Of files in a folder ``requirements``.
-REQUIREMENTS = (".txt", ".in")
-# apex as a download, a clone, an argument of an installer or a requirement, but not in another word or a path.
-DOWNLOAD = re.compile(r"github\.com[/:]nvidia/apex|nvidia[-_]apex", re.IGNORECASE)
-INSTALL_COMMAND = re.compile(r"\b(?:pip3?|conda|mamba)[ \t]+install\b", re.IGNORECASE)
-APEX = re.compile(r"\bapex\b", re.IGNORECASE)
-REQUIREMENT = re.compile(r"(?:- *)?[\"']?apex(?:\[[^\]]*\])? *(?:[=<>!~@;].*|[\"']?,? *(?:#.*)?)?$", re.IGNORECASE)
-NOTEBOOK, INSTALLER = (re.compile("|".join(map(fnmatch.translate, names))) for names in (NOTEBOOKS, INSTALLS))
 MAGIC = re.compile(r"^(\s*)([%!?].*)$")
 CELL = "# ampcompat cell {}"
 #: Outputs and metadata between two lines of code that are looked through.
@@ -40,34 +25,7 @@ class NotANotebook(ValueError):
 
 def is_notebook(name: str) -> bool:
     """Whether a file name is that of a notebook."""
-    return NOTEBOOK.match(name) is not None
-
-
-def installs(path: str) -> bool:
-    """Whether a file of that name, or path, may say what is to be installed."""
-    folder, name = os.path.split(path)
-    if os.path.basename(folder) == "requirements" and name.endswith(REQUIREMENTS):
-        return True
-    return INSTALLER.match(name) is not None
-
-
-def installs_apex(command: str) -> bool:
-    """Whether a command downloads or installs apex."""
-    command = command.partition("#")[0]
-    if DOWNLOAD.search(command):
-        return True
-    install = INSTALL_COMMAND.search(command)
-    return install is not None and APEX.search(command, install.end()) is not None
-
-
-def install_lines(text: str) -> Iterator[int]:
-    """Lines, from 1, on which apex is installed; comments are not looked at."""
-    for number, line in enumerate(lines_of(text), 1):
-        stripped = line.strip()
-        if stripped.startswith("#"):
-            continue
-        if REQUIREMENT.match(stripped) or DOWNLOAD.search(stripped) or installs_apex(stripped):
-            yield number
+    return name.endswith(".ipynb")
 
 
 class Cell(TypedDict):

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ampcompat.tools.check.documents import installs, is_notebook
+from ampcompat.tools.check.documents import is_notebook
+from ampcompat.tools.check.manifests import is_manifest
 
 LARGEST = 4 * 2**20
 """Files above this many bytes are reported, not read: no hand-written source comes near."""
@@ -64,7 +65,7 @@ def sources(root: Path) -> Iterator[tuple[str, str]]:
             name = entry.name
             if entry.is_dir(follow_symlinks=False):
                 directories += [(entry.path, f"{prefix}{name}/")] if _is_scanned(entry) else []
-            elif (name.endswith(".py") or is_notebook(name) or installs(prefix + name)) and not entry.is_symlink():
+            elif (name.endswith(".py") or is_notebook(name) or is_manifest(prefix + name)) and not entry.is_symlink():
                 yield prefix + name, entry.path
         rest += reversed(directories)
 

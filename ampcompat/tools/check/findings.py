@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 WORKS, DIFFERS, UNSUPPORTED, ERROR, WARNING, NOTE = "works", "differs", "unsupported", "error", "warning", "note"
 LEVELS = (UNSUPPORTED, ERROR, WARNING, DIFFERS, NOTE, WORKS)
+KINDS = ("symbol", "trap", "file")
 
 
 @dataclass(frozen=True, order=True)
@@ -52,7 +53,7 @@ class Report:
         return int(any(finding.level in (UNSUPPORTED, ERROR) for finding in self.findings))
 
     def as_dict(self) -> dict[str, object]:
-        """The report as plain values; the layout that ``--json`` writes."""
+        """The report as plain values; the layout that ``--format json`` writes."""
         return {
             "format": 1,
             "path": self.root,

@@ -6,7 +6,7 @@ import posixpath
 from collections.abc import Callable
 from pathlib import Path
 
-from ampcompat.tools.check.findings import DIFFERS, ERROR, NOTE, UNSUPPORTED, WARNING, WORKS, Finding, Report
+from ampcompat.tools.check.findings import DIFFERS, ERROR, KINDS, NOTE, UNSUPPORTED, WARNING, WORKS, Finding, Report
 
 VERDICTS = {"works": "works", "differs": "works with a difference", UNSUPPORTED: "not supported"}
 COLOURS = {"works": "green", "differs": "yellow", "warning": "yellow", UNSUPPORTED: "red", "error": "red"}
@@ -17,32 +17,28 @@ def plain(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in text)
 
 
-def table(report: Report, paint: Callable[[str, str], str] = lambda text, colour: text) -> str:
-    """Symbols first, then traps and files, each with ``file:line``; a summary line last.
+def lines(report: Report, paint: Callable[[str, str], str] = lambda text, colour: text) -> str:
+    """One finding a line, ``path:line:col: rule verdict: message``: symbols, then traps, then files; a summary last.
 
     ``paint(text, colour)`` gives verdicts their colour.
     """
-    lines: list[str] = []
-    for title, kind in (("apex symbols", "symbol"), ("traps", "trap"), ("files", "file")):
-        chosen = [f for f in report.findings if f.kind == kind]
-        if not chosen:
-            continue
-        lines.append(title)
-        places = [f"{f.path}:{f.line}" if f.line else f.path for f in chosen]
-        wide = min(max(map(len, places)), 48)
-        for where, finding in zip(places, chosen, strict=True):
-            verdict = VERDICTS.get(finding.level, finding.level)
-            cell = f"{verdict:<{23 if kind == 'symbol' else 8}}"
-            if finding.level in COLOURS:
-                cell = paint(cell, COLOURS[finding.level])
-            lines.append(f"  {plain(where):<{wide}}  {cell}  {plain(finding.name)}")
-            if finding.note:
-                lines.append(plain(f"  {'':<{wide}}    {finding.note}"))
-        lines.append("")
+    shown = []
+    for kind in KINDS:
+        for finding in report.findings:
+            if finding.kind == kind:
+                shown.append(_line(report, finding, paint))
     counts = ", ".join(f"{n} {VERDICTS.get(level, level)}" for level, n in report.counts.items() if n)
     files = "1 file" if report.files == 1 else f"{report.files} files"
-    lines.append(f"{files}: {counts or 'no apex symbol found'}")
-    return "\n".join(lines)
+    return "\n".join([*shown, f"{files}: {counts or 'no findings'}"])
+
+
+def _line(report: Report, finding: Finding, paint: Callable[[str, str], str]) -> str:
+    where = f"{place(report, finding)}:{finding.line or 1}:{finding.column or 1}"
+    verdict = VERDICTS.get(finding.level, finding.level)
+    if finding.level in COLOURS:
+        verdict = paint(verdict, COLOURS[finding.level])
+    note = f": {finding.note}" if finding.note else ""
+    return f"{plain(where)}: {plain(finding.name)} {verdict}{plain(note)}"
 
 
 GITHUB = {UNSUPPORTED: "error", ERROR: "error", WARNING: "warning", DIFFERS: "notice", NOTE: "notice"}

@@ -1,7 +1,6 @@
 """Read the files of a directory, parse them, collect their apex symbols and traps.
 
-A file is parsed for its symbols where it names apex. Once it is known what all of them do with amp, every file of a
-repository that uses it is searched for traps.
+What is found in a file is found in it alone; what it comes to is decided once all are read (see :mod:`judgement`).
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from pathlib import Path
 
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.bindings import apex_name
-from ampcompat.tools.check.config import Config, is_ignored
-from ampcompat.tools.check.documents import NotANotebook, Notebook, install_lines, installs, installs_apex, is_notebook
+from ampcompat.tools.check.config import Config, is_ignored, unknown_rules
+from ampcompat.tools.check.documents import NotANotebook, Notebook, is_notebook
+from ampcompat.tools.check.facts import Facts
 from ampcompat.tools.check.files import SUFFIXES, Unreadable, decode, read, sources
 from ampcompat.tools.check.findings import DIFFERS, ERROR, NOTE, UNSUPPORTED, WARNING, WORKS, Finding, Report
+from ampcompat.tools.check.judgement import judged
+from ampcompat.tools.check.manifests import installs_apex, is_manifest, places
 from ampcompat.tools.check.source import TRIES, Source, mentions_apex
 from ampcompat.tools.check.split_lines import lines_of
 from ampcompat.tools.check.symbols import ON_OPTIMIZERS, canonical, verdict
-from ampcompat.tools.check.traps import TRAPS, Facts, Repository
 
 #: Suffixes of files that hold Python.
 READ = (*SUFFIXES, ".ipynb")
 MENTION = re.compile(rf"^[ \t\f]*(from|import)[ \t]+({'|'.join(('apex', *EXTENSIONS))})\b", re.MULTILINE)
-#: Nodes of a tree that is searched for traps, some 15,000 lines: the work grows with their square.
-MOST_NODES = 150_000
 PROBES = ("find_spec", "import_module", "__import__", "version", "get_distribution")
 ATTRIBUTES = ("hasattr", "getattr", "setattr", "delattr")
 # What parsing hostile text raises: bad syntax, null bytes, nesting too deep for the parser or for us.
@@ -41,22 +40,22 @@ class CheckedFile:
 
     Attributes:
         name: Its path in the report.
+        path: Where it is.
         text: The code.
         lines: For each line of a notebook's code the line of the file; empty for other files.
-        source: The parsed file; None where it does not name apex or cannot be parsed.
-        facts: What the traps of every file need to know; None where ``source`` is.
-        findings: Symbols and traps in it, and problems of the file itself.
-        may_hold_traps: Whether it is searched for traps, if the repository uses amp.
+        facts: What the traps found and need to know.
+        findings: Symbols in it, and problems of the file itself.
+        is_python: Whether it holds Python that was not parsed yet.
         has_python_suffix: Whether it is called what Python files and notebooks are; others may be given by their path.
     """
 
     name: str
+    path: str
     text: str = ""
     lines: list[int] = field(default_factory=list)
-    source: Source | None = None
-    facts: Facts | None = None
+    facts: Facts = field(default_factory=Facts)
     findings: list[Finding] = field(default_factory=list)
-    may_hold_traps: bool = False
+    is_python: bool = False
     has_python_suffix: bool = True
 
     def add(self, findings: Iterable[Finding]) -> None:
@@ -94,66 +93,79 @@ def scan(
     wanted = [(name, file) for name, file in _named(paths) if not config.excludes(name)]
     files: list[CheckedFile] = []
     for name, file in wanted:
-        files.append(_read(name, file))
+        files.append(read_file(name, file))
         if progress is not None:
             progress("reading", len(files), len(wanted))
-    repository = Repository(checked.facts for checked in files if checked.facts is not None)
-    searched = [checked for checked in files if checked.may_hold_traps and repository.is_mixed]
-    for done, checked in enumerate(searched, 1):
-        _search(checked, repository)
+    waiting = [checked for checked in files if checked.is_python]
+    uses_apex = any(checked.facts.is_mixed for checked in files)
+    for done, checked in enumerate(waiting, 1):
+        _parse_without_apex(checked, search=uses_apex)
         if progress is not None:
-            progress("looking for traps", done, len(searched))
+            progress("looking for traps", done, len(waiting))
+    _judge(files)
     findings = sorted(finding for checked in files for finding in checked.findings if config.keeps(finding))
     return Report(str(paths[0]) if len(paths) == 1 else "", len(files), findings)
 
 
 def scan_source(text: str, path: str = "<string>") -> list[Finding]:
     """Findings of one source text."""
-    checked = CheckedFile(path, text)
+    checked = CheckedFile(path, path, text)
     _parse(checked)
-    if checked.facts is not None:
-        _search(checked, Repository([checked.facts]))
+    _judge([checked])
     return sorted(checked.findings)
 
 
-def _read(name: str, file: str) -> CheckedFile:
-    """A file with the symbols in it. One that does not name apex has none, and is not parsed for them."""
+def read_file(name: str, file: str) -> CheckedFile:
+    """A file with the symbols in it, and with its facts where it names apex."""
     is_python = os.path.splitext(file)[1] in READ
     try:
         text = decode(read(file)).code
         notebook = Notebook.read(text) if is_notebook(os.path.basename(file)) else None
     except (Unreadable, NotANotebook) as problem:
-        reason = f"the file {problem}" if is_python else f"is not a Python file ({problem})"
-        return CheckedFile(name, findings=[Finding(name, 0, 0, "file", "unreadable", WARNING, reason)])
-    checked = CheckedFile(name, text, has_python_suffix=is_python)
+        reason = f"the file {problem}" if is_python or is_manifest(file) else f"is not a Python file ({problem})"
+        return CheckedFile(name, file, findings=[Finding(name, 0, 0, "file", "unreadable", WARNING, reason)])
+    checked = CheckedFile(name, file, text, has_python_suffix=is_python)
     if notebook is not None:
         checked.text, checked.lines = notebook.code, notebook.lines
         checked.add(_installing(name, (line for line, command in notebook.commands() if installs_apex(command))))
-    if installs(file):
-        checked.add(_installing(name, install_lines(text)))
-    elif mentions_apex(checked.text):
+    if is_manifest(file):
+        checked.add(_installing(name, (place.line for place in places(file, text))))
+        if not is_python:
+            return checked
+    if mentions_apex(checked.text):
         _parse(checked)
     else:
-        checked.may_hold_traps = notebook is None  # notebooks are not imported
+        checked.is_python = notebook is None  # notebooks are not imported
     return checked
 
 
 def _parse(checked: CheckedFile) -> None:
-    """Parse a file for its symbols."""
+    """Parse a file for its symbols and its facts."""
+    unknown = unknown_rules(checked.text)
+    checked.add(Finding(checked.name, line, 0, "file", "unknown_rule", WARNING, problem) for line, problem in unknown)
     try:
         source = Source(checked.name, checked.text)
         checked.add(_symbols(source))
-        checked.source, checked.facts, checked.may_hold_traps = source, Facts.of(source), True
+        checked.facts = Facts.of(source)
     except UNPARSABLE as problem:
         checked.add([_unparsable(checked, problem)])
 
 
-def _search(checked: CheckedFile, repository: Repository) -> None:
-    """Add the traps in a file, judged by what the repository does."""
+def _parse_without_apex(checked: CheckedFile, search: bool) -> None:
+    """Parse a file that does not name apex: whether it can be, and, where another file uses apex, for its facts."""
     try:
-        checked.add(_traps(checked.source or Source(checked.name, checked.text), repository))
+        source = Source(checked.name, checked.text)
+        if search:
+            checked.facts = Facts.of(source)
     except UNPARSABLE as problem:
         checked.add([_unparsable(checked, problem)])
+
+
+def _judge(files: Iterable[CheckedFile]) -> None:
+    """Add the traps to the files that have them."""
+    by_path = {checked.path: checked for checked in files}
+    for path, findings in judged({path: checked.facts for path, checked in by_path.items()}):
+        by_path[path].add(findings)
 
 
 def _named(paths: Sequence[str | Path]) -> Iterator[tuple[str, str]]:
@@ -172,7 +184,10 @@ def _named(paths: Sequence[str | Path]) -> Iterator[tuple[str, str]]:
             yield (name if len(paths) == 1 else (given / name if whole else given).as_posix()), file
 
 
-INSTALLED = "apex is installed here: nothing has to be built any more; install ampcompat, and drop this"
+INSTALLED = (
+    "apex is installed here: nothing has to be built any more; drop this, and install ampcompat from a checkout,"
+    " since no package index has it"
+)
 
 
 def _installing(name: str, lines: Iterable[int]) -> list[Finding]:
@@ -182,7 +197,7 @@ def _installing(name: str, lines: Iterable[int]) -> list[Finding]:
 
 def _unparsable(checked: CheckedFile, problem: BaseException) -> Finding:
     if not checked.has_python_suffix:
-        return Finding(checked.name, 0, 0, "file", "not_python", WARNING, "is not a Python file")
+        return Finding(checked.name, 0, 0, "file", "not_python", ERROR, "is not a Python file")
     uses_apex = MENTION.search(checked.text) is not None
     line, reason = 0, str(problem) or type(problem).__name__
     if isinstance(problem, SyntaxError):
@@ -190,7 +205,7 @@ def _unparsable(checked: CheckedFile, problem: BaseException) -> Finding:
     note = f"Python 3 cannot parse the file ({reason})"
     if uses_apex:
         note += "; it imports apex - correct it first, or port it (2to3) if it is Python 2"
-    return Finding(checked.name, max(line, 0), 0, "file", "unparsable", ERROR if uses_apex else WARNING, note)
+    return Finding(checked.name, max(line, 0), 0, "file", "unparsable", ERROR, note)
 
 
 def _symbols(source: Source) -> list[Finding]:
@@ -261,12 +276,3 @@ def _left_on_optimizers(source: Source) -> Iterator[Finding]:
         name = call.args[1] if len(call.args) > 1 else None
         if isinstance(name, ast.Constant) and name.value in ON_OPTIMIZERS:
             yield source.finding(call, "symbol", f"optimizer.{name.value}", WORKS)
-
-
-def _traps(source: Source, repository: Repository) -> list[Finding]:
-    if not repository.is_mixed:
-        return []
-    if len(source.nodes) > MOST_NODES:
-        note = "has too much code to be searched for traps: split it, or leave it out ([tool.ampcompat] exclude)"
-        return [Finding(source.path, 0, 0, "file", "too_long", NOTE, note)]
-    return [finding for trap in TRAPS for finding in trap(source, repository)]

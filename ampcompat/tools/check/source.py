@@ -15,6 +15,7 @@ from ampcompat.tools.check.findings import Finding
 from ampcompat.tools.check.symbols import ON_OPTIMIZERS
 
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+SCALE_LOSS = ("apex.amp.scale_loss", "apex.amp.handle.scale_loss")
 #: What a text that uses apex has in it: a name of it, or of what it leaves on optimizers.
 MENTIONS = ("apex", "ampcompat", *EXTENSIONS, *ON_OPTIMIZERS)
 Node = TypeVar("Node", bound=ast.AST)
@@ -208,6 +209,8 @@ class Source:
 
     @functools.cached_property
     def _apex_calls(self) -> list[tuple[ast.Call, str]]:
+        if not mentions_apex(self.code):
+            return []
         return [(call, symbol) for call in self.calls if (symbol := self.apex(call.func)) is not None]
 
     @once
@@ -220,7 +223,7 @@ class Source:
 
     def scaled_blocks(self) -> list[ast.With | ast.AsyncWith]:
         """``with amp.scale_loss(...)`` statements."""
-        calls = set(map(id, self.calls_to("apex.amp.scale_loss", "apex.amp.handle.scale_loss")))
+        calls = set(map(id, self.calls_to(*SCALE_LOSS)))
         if not calls:
             return []
         blocks: Iterator[ast.With | ast.AsyncWith] = self.kind(ast.With, ast.AsyncWith)
@@ -239,16 +242,6 @@ class Source:
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 names.append(node.module or "")
         return {name.partition(".")[0] for name in names}
-
-    def opt_levels(self) -> set[str] | None:
-        """The opt_levels that the file's ``initialize`` calls spell out; None when one is computed or none is there."""
-        found = set()
-        for call in self.calls_to("apex.amp.initialize"):
-            level: ast.AST = argument(call, 3, "opt_level") or ast.Constant("O1")
-            if any(k.arg is None for k in call.keywords) or not isinstance(level, ast.Constant):
-                return None
-            found.add(str(level.value))
-        return found or None
 
     def finding(self, node: ast.AST, kind: str, name: str, level: str, note: str = "") -> Finding:
         """A finding at ``node``."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from ampcompat.tools.check.documents import NotANotebook, Notebook, install_lines, installs, is_notebook
+from ampcompat.tools.check.documents import NotANotebook, Notebook, is_notebook
 from ampcompat.tools.check.files import SUFFIXES, Text, Unreadable, decode, read, sources
-from ampcompat.tools.check.split_lines import lines_of
+from ampcompat.tools.check.manifests import is_manifest, is_requirement, places
+from ampcompat.tools.check.split_lines import indent_of, lines_of
 from ampcompat.tools.migrate.change import Change
 from ampcompat.tools.migrate.home import CONTENT, NAME, homes
 from ampcompat.tools.migrate.notebook import as_source, written
@@ -98,11 +99,15 @@ def migrate_file(file: Path, name: str, to: str, package: str = "") -> Change:
     """
     try:
         old = decode(read(file))
-        if installs(file.name):
-            return Change(file, name, old, *_installs(old.code, to))
+        if is_manifest(str(file)) and file.suffix not in SUFFIXES:
+            result = _without_apex(file, old.code, to)
+            return Change(file, name, old, result.code, result.todos)
         if is_notebook(file.name):
             return _notebook_change(file, name, old, to)
         result = migrate_source(old.code, to, package)
+        if is_manifest(str(file)):
+            marked = _without_apex(file, result.code, to)
+            result = replace(result, code=marked.code, todos=marked.todos)
         if result.code == old.code and not result.todos:
             return Change(file, name)
         old.encode(result.code)
@@ -138,23 +143,23 @@ def _notebook(text: str, to: str) -> tuple[str, list[tuple[int, str]]]:
     return new, [(next((n for n, line in lines if message[:40] in line), 1), message) for message in notes]
 
 
-def _installs(text: str, to: str) -> tuple[str, list[tuple[int, str]]]:
-    """A file that says what is to be installed: a requirement is replaced or dropped, other ways are marked."""
+def _without_apex(file: Path, text: str, to: str) -> Result:
+    """A manifest: a line of requirements is replaced or dropped, other places that install apex are marked."""
     lines = lines_of(text, keepends=True)
-    for number in reversed(list(install_lines(text))):
-        line = lines[number - 1]
-        end = line[len(line.rstrip("\r\n")) :]
-        if number > 1 and MARK.strip() in lines[number - 2]:
+    for line, start in reversed(list(places(str(file), text))):
+        whole = lines[line - 1]
+        end = whole[len(whole.rstrip("\r\n")) :] or "\n"
+        if start > 1 and MARK.strip() in lines[start - 2]:
             continue
-        if REQUIREMENT.match(line):
-            lines[number - 1] = f"ampcompat{end}" if to == "ampcompat" else ""
-            continue
-        instead = "install ampcompat" if to == "ampcompat" else "nothing takes its place"
-        indent = line[: len(line) - len(line.lstrip())]
-        lines.insert(number - 1, f"{indent}{MARK}apex is not needed any more: {instead}{end or chr(10)}")
-    new = "".join(lines)
-    return new, Result.of(new).todos
+        if file.suffix in REQUIREMENTS and is_requirement(whole):
+            lines[line - 1 : line] = [f"{MARK}{FROM_CHECKOUT}{end}", f"ampcompat{end}"] if to == "ampcompat" else []
+        else:
+            instead = FROM_CHECKOUT if to == "ampcompat" else "nothing takes its place"
+            mark = f"{indent_of(lines[start - 1])}{MARK}apex is not needed any more: {instead}{end}"
+            lines.insert(start - 1, mark)
+    return Result.of("".join(lines))
 
 
-# A line of a requirements file that asks for nothing but apex.
-REQUIREMENT = re.compile(r"(-e\s+)?(apex\b|nvidia[-_]apex\b|git\+\S*nvidia/apex\S*)[^'\"\],]*$", re.IGNORECASE)
+#: Suffixes of files of requirements, one a line.
+REQUIREMENTS = (".txt", ".in")
+FROM_CHECKOUT = "no package index has ampcompat: install it from a checkout (pip install PATH)"

@@ -87,6 +87,9 @@ def run(name, code):
 
 
 RAISES = {
+    "loss_id_out_of_range": "loss_id=",
+    "whole_checkpoint": "Unexpected key",
+    "step_in_block": "inside its scale_loss block",
     "level_as_enabled": "enabled",
     "misspelt_level": "opt_level",
     "banned_cross_entropy": "binary_cross_entropy",
@@ -124,7 +127,8 @@ def norms(name, code):
     return torch.stack(moved)
 
 
-UNTOUCHED = [n for n, (trap, _) in TRUE.items() if trap in ("clip_of_model_params", "edit_of_model_gradients")]
+MASTERS_MATTER = ("clip_of_model_params", "edit_of_model_gradients")
+UNTOUCHED = [n for n, (trap, code) in TRUE.items() if trap in MASTERS_MATTER and '"O2"' in code]
 
 
 @pytest.mark.parametrize("name", UNTOUCHED)
@@ -139,7 +143,20 @@ def test_model_gradients_change_no_step_at_o2(name):
     assert not torch.equal(norms(name, hard.replace('"O2"', '"O1"')), norms(name, plain.replace('"O2"', '"O1"')))
 
 
-@pytest.mark.parametrize("name", ["clip in the block", "the wrong loss"])
+@pytest.mark.parametrize("name", ["backward after the block at O2", "no block at O2"])
+def test_nothing_is_trained_at_o2(name):
+    assert norms(name, TRUE[name][1]).max() == 0
+
+
+def test_gradients_that_no_block_unscales_are_too_large():
+    name = "backward after the block at O1"
+    assert norms(name, TRUE[name][1]).min() > 1000
+
+
+CLIPPED = [name for name, (trap, _) in TRUE.items() if trap == "clip_of_scaled_gradients"]
+
+
+@pytest.mark.parametrize("name", [*CLIPPED, "the wrong loss"])
 def test_gradients_are_smaller_by_the_scale(name):
     lines = TRUE["clip in the block"][1].splitlines(keepends=True)
     right = norms(name, "".join(line for line in lines if "clip" not in line))

@@ -60,7 +60,7 @@ def test_a_file_that_python_3_cannot_parse(rest):
     assert finding.note.startswith("Python 3 cannot parse the file (")
     assert finding.note.endswith("; it imports apex - correct it first, or port it (2to3) if it is Python 2")
     (finding,) = scan_source(rest)
-    assert (finding.level, finding.line) == ("warning", 1)
+    assert (finding.level, finding.line) == ("error", 1)
     assert "apex" not in finding.note
 
 
@@ -129,10 +129,10 @@ def test_exit_status_and_output(tmp_path, capsys):
     file.write_text("from apex import amp\n")
     status, shown = run(capsys, str(tmp_path))
     assert status == 0
-    assert "a.py:1" in shown.out
+    assert "a.py:1:1: apex.amp works" in shown.out
     assert "1 file: 1 works" in shown.out
     file.write_text("import apex.RNN\n")
-    status, shown = run(capsys, str(file), "--json")
+    status, shown = run(capsys, str(file), "--format", "json")
     assert status == 1
     assert json.loads(shown.out)["findings"][0]["name"] == "apex.RNN"
 
@@ -151,4 +151,4 @@ def test_terminal_escapes_in_names_are_shown_not_obeyed(tmp_path, capsys):
     status, shown = run(capsys, str(tmp_path))
     assert status == 0
     assert "\x1b" not in shown.out
-    assert "\\x1b[31mred\\n.py:1" in shown.out
+    assert "\\x1b[31mred\\n.py:1:1: " in shown.out

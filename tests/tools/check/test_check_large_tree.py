@@ -3,16 +3,17 @@
 import pytest
 
 from ampcompat.tools.check import scan
-from ampcompat.tools.check.scan import MOST_NODES
+from ampcompat.tools.check.facts import MOST_NODES
 
 TRAP = "import torch\ns = s.masked_fill(mask, -1e9)\n"
 TRAIN = "from apex import amp\nm, o = amp.initialize(m, o)\n"
 
 
-def test_files_without_apex_are_searched_beside_amp_only(tmp_path):
+def test_files_without_apex_are_searched_in_programs_that_use_amp_only(tmp_path):
     (tmp_path / "model.py").write_text(TRAP)
-    assert scan(tmp_path).findings == []
     (tmp_path / "train.py").write_text(TRAIN)
+    assert [f.path for f in scan(tmp_path).findings if f.kind == "trap"] == []
+    (tmp_path / "main.py").write_text("import model\nimport train\n")
     assert [f.path for f in scan(tmp_path).findings if f.kind == "trap"] == ["model.py"]
 
 
@@ -24,10 +25,12 @@ def test_a_file_too_long_to_be_searched_says_so(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["pip install ", " " * 20, "- ", "apex[", "#", "'", "\n", "from import\n", "except a, "]
+    "text", ["pip install ", "[", "a\\\n", "=", " " * 20, "- ", "apex[", "#", "'", "\n", "from import\n", "except a, "]
 )
 def test_texts_that_regular_expressions_might_stumble_over(text, tmp_path):
     """Megabytes in one line, or of nothing: minutes where an expression goes back and forth."""
-    (tmp_path / "requirements.txt").write_text(text * (2**20 // len(text)))
+    manifests = ("requirements.txt", "setup.cfg", "build.sh", "environment.yml")
+    for name in manifests:
+        (tmp_path / name).write_text(text * (2**20 // len(text)))
     (tmp_path / "a.py").write_text("from apex import amp\n" + text * (2**18 // len(text)) + "(")
-    assert scan(tmp_path).files == 2
+    assert scan(tmp_path).files == len(manifests) + 1

@@ -9,7 +9,7 @@ import pytest
 from ampcompat.cli import main
 from ampcompat.tools.check import scan, scan_source
 from ampcompat.tools.check.config import BadConfig, Config, read_config
-from ampcompat.tools.check.documents import NotANotebook, Notebook, install_lines
+from ampcompat.tools.check.documents import NotANotebook, Notebook
 from ampcompat.tools.check.traps import FORMER_TRAPS
 
 TRAP = "import torch\nfrom apex import amp, RNN\nmodel, o = amp.initialize(model, o, opt_level='01')\n"
@@ -32,7 +32,7 @@ def run(capsys, *words):
 def test_several_paths_are_one_repository(tmp_path, capsys):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x.py").write_text(TRAP)
-    (tmp_path / "b.py").write_text("import torch\nfrom x import model\ny = torch.bmm(a, b).masked_fill(m, -1e9)\n")
+    (tmp_path / "b.py").write_text("import torch\nfrom a.x import model\ny = torch.bmm(a, b).masked_fill(m, -1e9)\n")
     status, shown = run(capsys, tmp_path / "a", tmp_path / "b.py", tmp_path / "b.py", "--format", "json")
     report = json.loads(shown.out)
     assert (status, report["files"]) == (1, 2)
@@ -110,10 +110,27 @@ def test_a_file_that_is_not_a_notebook(text, tmp_path):
         ("dev-requirements.in", "apex\n", [1]),
         ("gpu-constraints.txt", "apex==0.1\n", [1]),
         ("Dockerfile", "RUN pip install torch # and apex\nRUN pip install torch && pip3 install apex\n", [2]),
+        ("Dockerfile", "RUN pip install \\\n    torch \\\n    # and\n    apex\nCMD x\n", [4]),
+        ("Dockerfile", "# pip install apex\nRUN pip install torch && python apex.py; cat apex\n", []),
+        ("build.sh", "git clone https://github.com/NVIDIA/apex\ncd apex\npip install .\n", [1]),
+        ("scripts/install.sh", "pip install -q \\\n  apex\nexport apex=1\n", [2]),
+        ("train.sh", "pip install torch\npython train.py --apex\n", []),
+        ("setup.py", "setup(\n    install_requires=[\n        'torch', 'apex>=0.1'],\n    packages=['apex'])\n", [3]),
+        ("setup.py", "requirements = ['torch',\n  'git+https://github.com/NVIDIA/apex']\nsetup(name='apex')\n", [2]),
+        ("setup.py", "setup(extras_require={'amp': ['apex'], 'all': ['torch']})\n", [1]),
+        ("setup.py", "setup(install_requires=['apex-predators'], name='apex')\n", []),
+        ("setup.cfg", "[isort]\nknown_third_party =\n    apex\n[options.extras_require]\namp = apex\n", [5]),
+        ("pyproject.toml", '[project]\ndependencies = ["torch", "apex>=0.1"]\n[tool.isort]\nknown = ["apex"]\n', [2]),
+        ("pyproject.toml", '[project.optional-dependencies]\namp = ["nvidia-apex"]\n', [2]),
+        ("pyproject.toml", '[build-system]\nrequires = [\n  "apex",\n]\n', [3]),
+        ("pyproject.toml", '[tool.poetry.dependencies]\napex = {git = "https://github.com/NVIDIA/apex"}\n', [2]),
+        ("pyproject.toml", '[project]\nname = "apex"\n[project.urls]\nx = "https://github.com/NVIDIA/apex"\n', []),
+        ("Pipfile", '[packages]\ntorch = "*"\napex = "*"\n[dev-packages]\n"apex" = {git = "x"}\n', [3, 5]),
+        ("environment.yml", "dependencies:\n  - conda-forge::nvidia-apex=0.1\n  - pip:\n    - apex\n", [2, 4]),
     ],
-)
+)  # fmt: skip
 def test_lines_that_install_apex(name, text, lines, tmp_path):
-    assert list(install_lines(text)) == lines
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(text)
     assert [(f.name, f.line) for f in scan(tmp_path).findings] == [("installs_apex", n) for n in lines]
 
@@ -121,8 +138,8 @@ def test_lines_that_install_apex(name, text, lines, tmp_path):
 def test_a_file_that_is_not_python(tmp_path, capsys):
     (tmp_path / "README.md").write_text("# A title\n\nfrom apex import amp, in words\n")
     status, shown = run(capsys, tmp_path / "README.md")
-    assert status == 0
-    assert "is not a Python file" in shown.out
+    assert status == 1
+    assert shown.out.startswith(f"{tmp_path / 'README.md'}:1:1: not_python error: is not a Python file\n")
     (tmp_path / "script").write_text("import apex.RNN\n")
     assert run(capsys, tmp_path / "script")[0] == 1
 
@@ -134,12 +151,72 @@ def test_a_file_that_is_not_python(tmp_path, capsys):
         ("# ampcompat: ignore", set()),
         ("# ampcompat: ignore[misspelt_level]", {"apex.amp.initialize"}),
         ("# ampcompat: ignore[trap, symbol]", set()),
-        ("# ampcompat: ignore[other]", {"misspelt_level", "apex.amp.initialize"}),
+        ("# ampcompat: ignore[other]", {"misspelt_level", "apex.amp.initialize", "unknown_rule"}),
     ],
 )
 def test_comments_ignore(comment, left):
     code = f"from apex import amp\namp.initialize(model, o, opt_level='01')  {comment}\n"
     assert {f.name for f in scan_source(code) if f.line == 2} == left
+
+
+@pytest.mark.parametrize(
+    ("comment", "problem"),
+    [
+        ("# ampcompat: ignore[misspelled_level]", "'misspelled_level' names no rule - did you mean misspelt_level?"),
+        (
+            "# ampcompat: ignore[trap, zzz]",
+            "'zzz' names no rule - name a trap, a symbol of apex",
+        ),
+        ("# ampcompat: ignore[deepcopy_of_optimizer]", "'deepcopy_of_optimizer' is no longer a rule - plain torch"),
+        ("# ampcompat: ignore[misspelt_level, apex.amp]", None),
+        ("# ampcompat: ignore", None),
+        ("; text = '# ampcompat: ignore[zzz]'", None),
+    ],
+)
+def test_a_comment_that_ignores_an_unknown_rule_is_named(comment, problem):
+    code = f"from apex import amp\nx = 1  {comment}\n"
+    found = [(f.line, f.level, f.note) for f in scan_source(code) if f.name == "unknown_rule"]
+    assert [(line, level) for line, level, _ in found] == ([] if problem is None else [(2, "warning")])
+    assert all(note.startswith(problem) for *_, note in found)
+
+
+def test_findings_one_a_line(tmp_path, capsys, monkeypatch):
+    """Each as ``path:line:col: rule verdict: message``, by the path from the working directory."""
+    (tmp_path / "repo").mkdir()
+    (tmp_path / "repo" / "x.py").write_text(TRAP)
+    (tmp_path / "repo" / "y.py").write_text("x = (\n")
+    monkeypatch.chdir(tmp_path)
+    status, shown = run(capsys, "repo")
+    assert status == 1
+    assert shown.out.splitlines() == [
+        "repo/x.py:2:1: apex.RNN not supported: use torch.nn.LSTM, torch.nn.GRU or torch.nn.RNN",
+        "repo/x.py:2:1: apex.amp works",
+        "repo/x.py:3:12: apex.amp.initialize works",
+        'repo/x.py:3:47: misspelt_level error: opt_level="01" starts with a zero and is refused; write the letter:'
+        ' "O1"',
+        "repo/y.py:1:1: unparsable error: Python 3 cannot parse the file ('(' was never closed)",
+        "2 files: 1 not supported, 2 error, 2 works",
+    ]
+
+
+def test_nothing_found_says_so(tmp_path, capsys):
+    (tmp_path / "x.py").write_text("from apex import amp\n")
+    assert run(capsys, tmp_path, "--select", "trap")[1].out == "1 file: no findings\n"
+
+
+def test_a_file_that_does_not_parse_fails_the_check(tmp_path, capsys):
+    (tmp_path / "x.py").write_text("print 'loss'\n")
+    for path in (tmp_path, tmp_path / "x.py"):
+        status, shown = run(capsys, path)
+        assert status == 1
+        assert "x.py:1:1: unparsable error: Python 3 cannot parse the file (" in shown.out
+
+
+def test_json_is_a_format(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        run(capsys, tmp_path, "--json")
+    assert end.value.code == 2
+    assert "--json - there is no such option any more - use --format json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -246,7 +323,7 @@ class Terminal(io.StringIO):
 
 def test_progress_is_shown_on_a_terminal_and_taken_away(tmp_path, capsys, monkeypatch):
     for name in ("a.py", "b.py"):
-        (tmp_path / name).write_text(TRAP)
+        (tmp_path / name).write_text("x = 1\n")
     screen = Terminal()
     with monkeypatch.context() as patch:
         patch.setattr("sys.stderr", screen)

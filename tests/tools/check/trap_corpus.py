@@ -31,8 +31,86 @@ def trained(level, after, inside=""):
     return APEX + INIT.format(level) + "for x in data:\n" + textwrap.indent(body, "    ")
 
 
+OPTION = """\
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--opt-level", default="O1")
+args = parser.parse_args([])
+"""
+CHECKPOINT = """\
+checkpoint = {"model": model.state_dict(), "amp": amp.state_dict()}
+model.load_state_dict(checkpoint["model"])
+"""
+
+
+def unscaled(level, after=""):
+    return trained(level, after).replace(textwrap.indent(BLOCK, "    "), "    loss.backward()\n")
+
+
 #: The trap, and the snippet.
 TRUE = {
+    "level with a zero, by an option": (
+        "misspelt_level",
+        APEX + OPTION.replace("O1", "01") + INIT.format("args.opt_level"),
+    ),
+    "O2 as enabled, by an option": (
+        "level_as_enabled",
+        APEX + OPTION.replace("O1", "O2") + "model, opt = amp.initialize(model, opt, args.opt_level)\n",
+    ),
+    "loss_id beyond num_losses": (
+        "loss_id_out_of_range",
+        trained('"O1", num_losses=2', "").replace("(loss, opt)", "(loss, opt, loss_id=2)"),
+    ),
+    "loss_id without num_losses": (
+        "loss_id_out_of_range",
+        trained('"O0"', "").replace("(loss, opt)", "(loss, opt, 1)"),
+    ),
+    "a whole checkpoint": ("whole_checkpoint", amp_at('"O1"', CHECKPOINT + "amp.load_state_dict(checkpoint)\n")),
+    "backward after the block at O1": (
+        "backward_after_block",
+        trained('"O1"', "scaled.backward()\n").replace("        scaled.backward()", "        pass"),
+    ),
+    "backward after the block at O2": (
+        "backward_after_block",
+        trained('"O2"', "scaled.backward()\n").replace("        scaled.backward()", "        pass"),
+    ),
+    "step in the block": ("step_in_block", trained('"O2"', "", "opt.step()\n")),
+    "step of one of several in the block": (
+        "step_in_block",
+        trained('"O1"', "", "opt.step()\n").replace("(loss, opt)", "(loss, [opt])"),
+    ),
+    "no block at O2": ("unscaled_backward", unscaled('"O2"')),
+    "no block at O1": ("unscaled_backward", unscaled('"O1"')),
+    "clip in the block, by a function": (
+        "clip_of_scaled_gradients",
+        trained('"O1"', "", "clip()\n").replace(
+            "for x", "def clip():\n    nn.utils.clip_grad_norm_(amp.master_params(opt), 1.0)\nfor x"
+        ),
+    ),
+    "clip in the block, by methods": (
+        "clip_of_scaled_gradients",
+        APEX
+        + INIT.format('"O1"')
+        + textwrap.dedent("""\
+        class Trainer:
+            def clip(self):
+                nn.utils.clip_grad_norm_(amp.master_params(opt), 1.0)
+            def finish(self):
+                self.clip()
+            def run(self):
+                for x in data:
+                    loss = model(x)
+                    with amp.scale_loss(loss, opt) as scaled:
+                        scaled.backward()
+                        self.finish()
+                    opt.step()
+        Trainer().run()
+        """),
+    ),
+    "gradients divided at the level of an option": (
+        "edit_of_model_gradients",
+        OPTION + trained("args.opt_level", "for p in model.parameters():\n    p.grad.data.div_(n)\n"),
+    ),
     "level with a zero": ("misspelt_level", APEX + INIT.format('"01"')),
     "level with a zero, by keyword": (
         "misspelt_level",
@@ -140,6 +218,8 @@ TRUE = {
 MISSED = ("fill by a name",)
 #: What is a warning, because the snippet does not prove it.
 WARNED = (
+    "no block at O1",
+    "gradients divided at the level of an option",
     "fill of a product that may be float32",
     "fill in place at O2",
     "fill with fp16_utils alone",
@@ -151,6 +231,40 @@ WARNED = (
 
 #: Right as they are.
 FALSE = {
+    "loss_id of one of two calls": APEX
+    + INIT.format('"O1"')
+    + INIT.format('"O1", num_losses=2')
+    + "with amp.scale_loss(loss, opt, loss_id=1) as scaled:\n    scaled.backward()\n",
+    "clip in a function for a run without amp": APEX
+    + INIT.format('"O1"')
+    + "def clip():\n    if not fp:\n        nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+    + "if fp:\n    with amp.scale_loss(loss, opt) as scaled:\n        scaled.backward()\n        clip()\n",
+    "loss_id below num_losses": trained('"O1", num_losses=2', "").replace("(loss, opt)", "(loss, opt, loss_id=1)"),
+    "the entry of a checkpoint": amp_at('"O1"', CHECKPOINT + 'amp.load_state_dict(checkpoint["amp"])\n'),
+    "a checkpoint that becomes its entry": amp_at(
+        '"O1"',
+        'checkpoint = {"amp": amp.state_dict()}\ncheckpoint = checkpoint["amp"]\namp.load_state_dict(checkpoint)\n',
+    ),
+    "backward after the block at O3": trained('"O3"', "scaled.backward()\n").replace(
+        "        scaled.backward()", "        pass"
+    ),
+    "backward after the block of another loss": trained(
+        '"O1"',
+        "opt.zero_grad()\nscaled = model(x) * 0.5\nwith amp.scale_loss(scaled, opt) as scaled:\n    scaled.backward()\n",
+    ),
+    "no block at O0": unscaled('"O0"'),
+    "no block where amp is off": unscaled('"O1", enabled=False'),
+    "no block in the other branch": APEX
+    + INIT.format('"O2"')
+    + "def step(loss):\n    if fp:\n        mixed_backward(loss)\n    else:\n        loss.backward()\n",
+    "clip after the block, by a function": trained('"O1"', "clip()\n").replace(
+        "for x", "def clip():\n    nn.utils.clip_grad_norm_(amp.master_params(opt), 1.0)\nfor x"
+    ),
+    "clip in the block at a scale of 1": trained('"O3"', "", "nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"),
+    "clip of the model's at O2 without masters": trained(
+        '"O2", master_weights=False', "nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+    ),
+    "a fill in bfloat16": APEX + ATTENTION.format("scores = scores.masked_fill(mask, -1e9)") + INIT.format('"O4"'),
     "O1 as enabled": APEX + 'model, opt = amp.initialize(model, opt, "O1")\n',
     "O2 as enabled and by name": APEX + 'model, opt = amp.initialize(model, opt, "O2", opt_level="O2")\n',
     "enabled as it is meant": APEX + 'model, opt = amp.initialize(model, opt, True, opt_level="O2")\n',

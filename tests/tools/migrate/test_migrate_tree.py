@@ -338,6 +338,57 @@ def test_a_single_file_gets_its_copy_beside_it(tmp_path, capsys):
     assert (tmp_path / "b.py").read_text() == LOOP
 
 
+def test_marks_are_looked_for_only_where_there_are_some(tmp_path, capsys):
+    (tmp_path / "old.py").write_text("from apex import amp\nprint 'loss'\n")
+    status, shown = run(capsys, tmp_path, "--write")
+    assert status == 1
+    assert "old.py: cannot be parsed" in shown.err
+    assert "grep" not in shown.err
+    (tmp_path / "new.py").write_text("from apex import RNN\nRNN.LSTM(4)\n")
+    assert "grep -rn 'TODO(ampcompat)'" in run(capsys, tmp_path, "--write")[1].err
+
+
+CHECKOUT = "no package index has ampcompat: install it from a checkout (pip install PATH)"
+NOT_NEEDED = "apex is not needed any more: "
+
+
+def test_a_requirement_says_how_ampcompat_is_installed(tmp_path, capsys):
+    (tmp_path / "requirements").mkdir()
+    file = tmp_path / "requirements" / "train.txt"
+    file.write_text("torch\napex>=0.1\n")
+    status, shown = run(capsys, tmp_path, "--write")
+    assert status == 1
+    assert shown.err.splitlines()[0] == f"requirements/train.txt:2: {CHECKOUT}"
+    assert file.read_text() == f"torch\n# TODO(ampcompat): {CHECKOUT}\nampcompat\n"
+    run(capsys, tmp_path, "--write")
+    assert file.read_text() == f"torch\n# TODO(ampcompat): {CHECKOUT}\nampcompat\n"
+
+
+MARKED = {
+    "setup.py": (
+        "from setuptools import setup\nsetup(\n    install_requires=[\n        'apex',\n    ],\n)\n",
+        "from setuptools import setup\nsetup(\n    install_requires=[\n        MARK\n        'apex',\n    ],\n)\n",
+    ),
+    "pyproject.toml": ('[project]\ndependencies = ["apex"]\n', '[project]\nMARK\ndependencies = ["apex"]\n'),
+    "Pipfile": ('[packages]\napex = "*"\n', '[packages]\nMARK\napex = "*"\n'),
+    "environment.yml": ("dependencies:\n  - apex\n", "dependencies:\n  MARK\n  - apex\n"),
+    "install.sh": ("pip install \\\n    torch \\\n    apex\n", "MARK\npip install \\\n    torch \\\n    apex\n"),
+    "Dockerfile": ("RUN pip install \\\n    apex\n", "MARK\nRUN pip install \\\n    apex\n"),
+}
+
+
+@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize(("to", "instead"), [("ampcompat", CHECKOUT), ("native", "nothing takes its place")])
+def test_a_manifest_is_marked_once(name, to, instead, tmp_path, capsys):
+    before, after = MARKED[name]
+    (tmp_path / name).write_text(before)
+    for _ in range(2):
+        status, shown = run(capsys, tmp_path, "--to", to, "--write")
+        assert status == 1
+        assert NOT_NEEDED + instead in shown.err
+        assert (tmp_path / name).read_text() == after.replace("MARK", f"# TODO(ampcompat): {NOT_NEEDED}{instead}")
+
+
 def test_requirements_lose_apex(tmp_path):
     (tmp_path / "requirements.txt").write_text("torch\napex\n")
     (change,) = migrate_tree(tmp_path, "native")

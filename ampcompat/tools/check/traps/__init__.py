@@ -1,23 +1,27 @@
-"""Mistakes that go wrong in mixed precision. Each trap is one function ``(source, repository) -> findings``."""
+"""Mistakes that go wrong in mixed precision. Each trap is one function ``(source) -> mistakes``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ampcompat.tools.check.findings import Finding
+from ampcompat.tools.check.mistakes import Mistake
 from ampcompat.tools.check.source import Source
-from ampcompat.tools.check.traps import arguments, loop, numeric
-from ampcompat.tools.check.traps.repository import Facts, Repository
+from ampcompat.tools.check.traps import after_block, arguments, in_block, numeric, without_block
 
-Trap = Callable[[Source, Repository], Iterator[Finding]]
+Trap = Callable[[Source], Iterator[Mistake]]
 
 TRAPS: tuple[Trap, ...] = (
     arguments.misspelt_level,
     arguments.level_as_enabled,
-    loop.clip_of_model_params,
-    loop.edit_of_model_gradients,
-    loop.clip_of_scaled_gradients,
-    loop.backward_of_wrong_loss,
+    arguments.loss_id_out_of_range,
+    arguments.whole_checkpoint,
+    after_block.clip_of_model_params,
+    after_block.edit_of_model_gradients,
+    in_block.clip_of_scaled_gradients,
+    in_block.backward_of_wrong_loss,
+    after_block.backward_after_block,
+    in_block.step_in_block,
+    without_block.unscaled_backward,
     numeric.banned_cross_entropy,
     numeric.overflowing_fill,
 )
@@ -26,10 +30,9 @@ TRAPS: tuple[Trap, ...] = (
 FORMER_TRAPS = {
     "half_by_hand": "amp.initialize refuses such a model",
     "wrapped_before_initialize": "amp.initialize refuses such a model",
-    "unscaled_backward": "at O2 amp warns at the step",
     "vanishing_constant": "ampcompat run --explain names the line",
     "adam_eps_in_half": "ampcompat run --explain names the weights",
     "deepcopy_of_optimizer": "plain torch steps the copy's own parameters too",
 }
 
-__all__ = ["FORMER_TRAPS", "TRAPS", "Facts", "Repository", "Trap"]
+__all__ = ["FORMER_TRAPS", "TRAPS", "Trap"]

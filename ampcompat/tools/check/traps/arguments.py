@@ -1,37 +1,99 @@
-"""Traps in the arguments of ``amp.initialize``."""
+"""Traps in the arguments of ``amp.initialize``, ``amp.scale_loss`` and ``amp.load_state_dict``."""
 
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 
-from ampcompat.tools.check.findings import ERROR, Finding
-from ampcompat.tools.check.source import Source, argument
-from ampcompat.tools.check.traps.repository import Repository
+from ampcompat.tools.check.bindings import dotted
+from ampcompat.tools.check.findings import ERROR, WARNING
+from ampcompat.tools.check.levels import LEVELS
+from ampcompat.tools.check.mistakes import Mistake
+from ampcompat.tools.check.settings import DEFAULT_LEVEL, Setting, initializations
+from ampcompat.tools.check.source import SCALE_LOSS, Source, argument
+from ampcompat.tools.check.values import options, values_of
+
+#: The keys of ``amp.state_dict()`` begin so.
+OWN_KEYS = "loss_scaler"
 
 
-def misspelt_level(source: Source, repository: Repository) -> Iterator[Finding]:
+def misspelt_level(source: Source) -> Iterator[Mistake]:
     """``opt_level="01"``: the prefix is the letter O. ``initialize`` refuses the digit zero."""
-    for call in source.calls_to("apex.amp.initialize"):
+    misspelt = {f"0{name[1:]}": name for name in LEVELS}
+    for call in initializations(source):
         level = argument(call, 3, "opt_level")
-        if isinstance(level, ast.Constant) and isinstance(level.value, str) and re.fullmatch(r"0[0-5]", level.value):
-            right = f"O{level.value[1]}"
-            note = f'opt_level="{level.value}" starts with a zero and is refused; write the letter: "{right}"'
-            yield source.finding(level, "trap", "misspelt_level", ERROR, note)
+        if level is None:
+            continue
+        given = values_of(source, level).looked_up(options(source)).usual
+        if isinstance(given, str) and given in misspelt:
+            note = f'opt_level="{given}" starts with a zero and is refused; write the letter: "{misspelt[given]}"'
+            yield Mistake(level, note, ERROR)
 
 
-def level_as_enabled(source: Source, repository: Repository) -> Iterator[Finding]:
+def level_as_enabled(source: Source) -> Iterator[Mistake]:
     """``initialize(model, opt, "O2")``: the third parameter is ``enabled``; at apex the level stayed O1."""
-    for call in source.calls_to("apex.amp.initialize"):
-        third = call.args[2] if len(call.args) > 2 else argument(call, 2, "enabled")
-        if not (isinstance(third, ast.Constant) and isinstance(third.value, str)):
+    for call in initializations(source):
+        third = argument(call, 2, "enabled")
+        if third is None:
             continue
-        named = re.sub("^[oO0]", "O", third.value)
-        if not re.fullmatch("O[0-5]", named):
+        by_position = _level_named(source, third)
+        by_name = argument(call, 3, "opt_level")
+        in_force = DEFAULT_LEVEL if by_name is None else _level_named(source, by_name)
+        if by_position and in_force and by_position != in_force:
+            note = f"the third parameter is enabled: apex ran at {in_force}, here it is refused;"
+            note += f' write opt_level="{by_position}"'
+            yield Mistake(third, note, ERROR)
+        elif dotted(third).endswith("opt_level") and by_name is None:
+            note = f"the third parameter is enabled: {DEFAULT_LEVEL} is in force, and the name of another level is"
+            note += f" refused; write opt_level={dotted(third)}"
+            yield Mistake(third, note, WARNING)
+
+
+def _level_named(source: Source, node: ast.expr) -> str:
+    """The level that an expression names, unless a command line says otherwise; "" for none."""
+    given = values_of(source, node).looked_up(options(source)).usual
+    named = f"O{given[1:]}" if isinstance(given, str) and given[:1] in ("o", "O", "0") else ""
+    return named if named in LEVELS else ""
+
+
+def loss_id_out_of_range(source: Source) -> Iterator[Mistake]:
+    """``scale_loss(loss, opt, loss_id=1)`` after ``initialize(..., num_losses=1)``: ids begin at 0."""
+    for call in source.calls_to(*SCALE_LOSS):
+        given = argument(call, 2, "loss_id")
+        if not isinstance(given, ast.Constant) or not isinstance(given.value, int):
             continue
-        by_name = argument(call, 3, "opt_level") or ast.Constant("O1")
-        if isinstance(by_name, ast.Constant) and named != by_name.value:
-            note = f"the third parameter is enabled: apex ran at {by_name.value!s}, here it is refused;"
-            note += f' write opt_level="{named}"'
-            yield source.finding(third, "trap", "level_as_enabled", ERROR, note)
+        loss_id = given.value
+
+        def grade(setting: Setting, loss_id: int = loss_id) -> str | None:
+            is_beyond = setting.num_losses is not None and loss_id >= setting.num_losses
+            return ERROR if is_beyond else None
+
+        note = f"loss_id={loss_id} has no scaler and is refused: ids begin at 0; pass num_losses={loss_id + 1} to"
+        note += " amp.initialize"
+        yield Mistake(given, note, grade, names_level=False)
+
+
+def whole_checkpoint(source: Source) -> Iterator[Mistake]:
+    """``amp.load_state_dict(checkpoint)`` with the dict that the model's state is taken from, too."""
+    for call in source.calls_to("apex.amp.load_state_dict", "apex.amp.frontend.load_state_dict"):
+        name = dotted(call.args[0]) if call.args else ""
+        if name and _has_other_entries(source, call, name):
+            note = f'{name} holds more than the state of amp and is refused; pass its entry: {name}["amp"]'
+            yield Mistake(call, note, ERROR)
+
+
+def _has_other_entries(source: Source, call: ast.Call, name: str) -> bool:
+    """Whether the function of ``call`` takes other entries than amp's from the dict ``name``."""
+    for entry in source.kind(ast.Subscript):
+        if dotted(entry.value) != name or source.scope(entry) is not source.scope(call):
+            continue
+        key = entry.slice.value if isinstance(entry.slice, ast.Constant) else None
+        if isinstance(key, str) and not key.startswith(OWN_KEYS) and not _is_taken_apart(source, entry, name):
+            return True
+    return False
+
+
+def _is_taken_apart(source: Source, entry: ast.Subscript, name: str) -> bool:
+    """Whether the entry takes the dict's own place: ``checkpoint = checkpoint["amp"]``."""
+    statement = source.statement(entry)
+    return isinstance(statement, ast.Assign) and name in map(dotted, statement.targets)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 
 from ampcompat.tools.check.bindings import dotted
 from ampcompat.tools.check.branches import conditions
-from ampcompat.tools.check.findings import ERROR, WARNING, Finding
+from ampcompat.tools.check.findings import ERROR, WARNING
+from ampcompat.tools.check.mistakes import Grade, Mistake
+from ampcompat.tools.check.settings import Setting
 from ampcompat.tools.check.source import Source, argument, called, number, once
-from ampcompat.tools.check.traps.repository import Repository
 
 LARGEST_HALF = 65504.0
 #: Matrix products of two arguments, which O1 casts to half.
@@ -57,29 +58,37 @@ def _is_wide(node: ast.AST) -> bool:
     return any(dtype in _words(node) for dtype in WIDE)
 
 
-def banned_cross_entropy(source: Source, repository: Repository) -> Iterator[Finding]:
+def banned_cross_entropy(source: Source) -> Iterator[Mistake]:
     """``binary_cross_entropy`` / ``BCELoss`` on half inputs raises at O1: a sigmoid in half saturates to 0 and 1.
 
     ``BCEWithLogits`` computes both in float32. Or keep the sigmoid in float32 with
     ``amp.register_float_function(torch, "sigmoid")``.
     """
-    if not repository.may_run_at("O1", "O4") or repository.float_sigmoid or not source.imports("torch"):
+    if not source.imports("torch"):
         return
+    note = (
+        "raises when its input is half; use binary_cross_entropy_with_logits / BCEWithLogitsLoss without the "
+        'sigmoid, or amp.register_float_function(torch, "sigmoid")'
+    )
     for call in source.calls_named("BCELoss", "binary_cross_entropy"):
         if called(call) == "BCELoss":
             # Which loss is given what is not followed: a sigmoid somewhere makes it likely, no more.
-            level = WARNING
+            grade = WARNING
         elif call.args and _may_be_half(source, call.args[0]):
-            level = ERROR if repository.runs_at("O1", "O4") and _half_sigmoid(call.args[0]) else WARNING
+            grade = ERROR if _half_sigmoid(call.args[0]) else WARNING
         else:
             continue
-        if _casts_off(source, call):
-            continue
-        note = (
-            "raises at O1 when its input is half; use binary_cross_entropy_with_logits / BCEWithLogitsLoss without the "
-            'sigmoid, or amp.register_float_function(torch, "sigmoid")'
-        )
-        yield source.finding(call, "trap", "banned_cross_entropy", level, note)
+        if not _casts_off(source, call):
+            yield Mistake(call, note, _where_it_is_banned(grade))
+
+
+def _where_it_is_banned(grade: str) -> Grade:
+    """``grade`` where functions are cast and no sigmoid is kept in float32."""
+
+    def grade_in(setting: Setting) -> str | None:
+        return grade if setting.functions and not setting.float_sigmoid else None
+
+    return grade_in
 
 
 def _half_sigmoid(node: ast.AST) -> bool:
@@ -97,7 +106,7 @@ def _casts_off(source: Source, node: ast.AST) -> bool:
     return False
 
 
-def overflowing_fill(source: Source, repository: Repository) -> Iterator[Finding]:
+def overflowing_fill(source: Source) -> Iterator[Mistake]:
     """``scores.masked_fill(mask, -1e9)`` on half scores raises: float16 ends at 65504.
 
     ``scores + -1e9 * mask`` and ``scores[mask] = -1e9`` give -inf, and NaN after the softmax of a row of them. Use
@@ -111,15 +120,25 @@ def overflowing_fill(source: Source, repository: Repository) -> Iterator[Finding
             continue
         filled = call.func.value
         if _may_be_half(source, filled):
-            level = ERROR if repository.casts and _is_product(source, filled) else WARNING
+            grade = _where_products_are_float16 if _is_product(source, filled) else _where_float16_is
             note = f"{ast.unparse(value)} does not fit float16 (largest: 65504) and raises there; {FIX}"
-            yield source.finding(call, "trap", "overflowing_fill", level, note)
+            yield Mistake(call, note, grade)
     nodes: Iterator[ast.Assign | ast.BinOp] = source.kind(ast.Assign, ast.BinOp)
     for node in nodes:
         number = _masked_with(source, node)
         if number is not None:
             note = f"{ast.unparse(number)} is out of float16's range (65504); {FIX}"
-            yield source.finding(node, "trap", "overflowing_fill", WARNING, note)
+            yield Mistake(node, note, _where_float16_is)
+
+
+def _where_float16_is(setting: Setting) -> str | None:
+    """A warning where weights or functions are cast to float16; bfloat16 has the range of float32."""
+    return WARNING if "float16" in (setting.weights, setting.functions) else None
+
+
+def _where_products_are_float16(setting: Setting) -> str | None:
+    """An error where every matrix product is cast to float16."""
+    return ERROR if setting.functions == "float16" else _where_float16_is(setting)
 
 
 def _is_product(source: Source, node: ast.expr | None) -> bool:

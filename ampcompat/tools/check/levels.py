@@ -1,0 +1,90 @@
+"""The table of levels, read from amp's source: importing it would need torch, which the check does not."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ampcompat.tools.check.bindings import dotted
+
+TABLE = Path(__file__).parents[2] / "amp" / "levels.py"
+
+
+@dataclass(frozen=True)
+class Level:
+    """What the check knows of a level.
+
+    Attributes:
+        weights: The dtype that the weights are cast to, as ``"float16"``; "" where they are not cast.
+        functions: The dtype that functions are cast to; "" where they are not.
+        masters: Whether the optimizer steps float32 masters.
+        loss_scale: ``"dynamic"``, or the static scale.
+    """
+
+    weights: str
+    functions: str
+    masters: bool
+    loss_scale: float | str
+
+
+def read_levels(code: str) -> dict[str, Level]:
+    """The levels of ``LEVELS`` in the source of ``ampcompat/amp/levels.py``, by name.
+
+    Raises:
+        ValueError: The source has no such table.
+    """
+    tree = ast.parse(code)
+    fields = [name for node in tree.body if isinstance(node, ast.ClassDef) for name in _fields(node)]
+    tables = [node.value for node in tree.body if isinstance(node, ast.AnnAssign) and dotted(node.target) == "LEVELS"]
+    if len(tables) != 1 or not isinstance(tables[0], ast.Dict):
+        raise ValueError("no table LEVELS in this source - pass that of ampcompat/amp/levels.py")
+    table = tables[0]
+    levels = {}
+    for name, row in zip(table.keys, table.values, strict=True):
+        if isinstance(name, ast.Constant) and isinstance(row, ast.Call):
+            levels[str(name.value)] = _level(_cells(row, fields))
+    return levels
+
+
+def _fields(node: ast.ClassDef) -> Iterator[str]:
+    """The fields of the class of a row, in their order."""
+    if node.name == "Level":
+        for statement in node.body:
+            if isinstance(statement, ast.AnnAssign):
+                yield dotted(statement.target)
+
+
+def _cells(row: ast.Call, fields: list[str]) -> dict[str, object]:
+    """The cells of a row by the names of their fields."""
+    positional: list[ast.expr] = []
+    for argument in row.args:
+        if isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Tuple):
+            positional += argument.value.elts
+        else:
+            positional.append(argument)
+    cells = dict(zip(fields, positional, strict=False))
+    cells |= {keyword.arg: keyword.value for keyword in row.keywords if keyword.arg is not None}
+    return {name: _value(cell) for name, cell in cells.items()}
+
+
+def _value(cell: ast.expr) -> object:
+    """A literal, or the name of a dtype: ``torch.float16`` is ``"float16"``."""
+    if isinstance(cell, ast.Constant):
+        return cell.value
+    return dotted(cell).rpartition(".")[2]
+
+
+def _level(cells: dict[str, object]) -> Level:
+    functions = cells["patch_torch_functions_type"] if cells["patch_torch_functions"] else None
+    scale = cells["loss_scale"]
+    return Level(
+        weights=str(cells["cast_model_type"] or ""),
+        functions=str(functions or ""),
+        masters=bool(cells["master_weights"]),
+        loss_scale=scale if isinstance(scale, int | float) else str(scale),
+    )
+
+
+LEVELS = read_levels(TABLE.read_text("utf-8"))

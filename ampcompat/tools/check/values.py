@@ -1,0 +1,135 @@
+"""What an argument may be: a literal, a name that is given one, or an option of the command line."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ampcompat.tools.check.bindings import dotted, parameters
+from ampcompat.tools.check.source import SCOPES, Source, once
+
+UNKNOWN = object()
+#: Names of names that are followed until a value is given up.
+MOST_NAMES = 5
+
+
+@dataclass(frozen=True)
+class Values:
+    """What an expression may be.
+
+    Attributes:
+        usual: What it is, unless a command line says otherwise; ``UNKNOWN`` if no such thing is known.
+        others: What else it can be.
+        is_open: Whether it can be anything else, too.
+        option: The option that it is the value of, to be looked up in :func:`options`; "" for none.
+    """
+
+    usual: object = UNKNOWN
+    others: tuple[object, ...] = ()
+    is_open: bool = True
+    option: str = ""
+
+    @classmethod
+    def only(cls, value: object) -> Values:
+        """The values of what is ``value`` for certain."""
+        return cls(value, (), False)
+
+    def looked_up(self, options: Mapping[str, Values]) -> Values:
+        """The values of the option that this stands for; itself where it stands for none, or that is not known."""
+        return options.get(self.option, self)
+
+
+def values_of(source: Source, node: ast.expr | None, most_names: int = MOST_NAMES) -> Values:
+    """What an expression of a file may be."""
+    if isinstance(node, ast.Constant):
+        return Values.only(node.value)
+    if isinstance(node, ast.IfExp):
+        return _either(values_of(source, node.body, most_names), values_of(source, node.orelse, most_names))
+    if isinstance(node, ast.Name | ast.Attribute) and most_names:
+        return _of_name(source, node, most_names - 1)
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
+        return Values(option=node.slice.value)
+    return Values()
+
+
+def _either(first: Values, second: Values) -> Values:
+    known = [value for value in (first.usual, second.usual, *first.others, *second.others) if value is not UNKNOWN]
+    return Values(UNKNOWN, tuple(known), first.is_open or second.is_open)
+
+
+def _of_name(source: Source, node: ast.Name | ast.Attribute, most_names: int) -> Values:
+    """What a name may be: what its one assignment gives it, or the option of that name for ``args.name``."""
+    given = _given(source).get(dotted(node), [])
+    if isinstance(node, ast.Attribute):
+        if not given:
+            return Values(option=node.attr)
+        if node.attr in options(source):
+            return Values()  # the option is overwritten, perhaps
+    elif _is_parameter(source, node):
+        return Values()
+    return values_of(source, given[0], most_names) if len(given) == 1 else Values()
+
+
+def _is_parameter(source: Source, name: ast.Name) -> bool:
+    scope = source.scope(name)
+    while isinstance(scope, SCOPES):
+        if name.id in parameters(scope):
+            return True
+        scope = source.scope(scope)
+    return False
+
+
+@once
+def _given(source: Source) -> dict[str, list[ast.expr | None]]:
+    """What each name and each ``a.b`` is given anywhere in the file; None where that is not a plain assignment."""
+    found: dict[str, list[ast.expr | None]] = {}
+    plain: set[ast.AST] = set()
+    for statement in source.kind(ast.Assign):
+        for target in statement.targets:
+            found.setdefault(dotted(target), []).append(statement.value)
+            plain.add(target)
+    stored: list[ast.Name | ast.Attribute] = [*source.kind(ast.Name), *source.kind(ast.Attribute)]
+    for name in stored:
+        if isinstance(name.ctx, ast.Store) and name not in plain:
+            found.setdefault(dotted(name), []).append(None)
+    return found
+
+
+# -- options of the command line ---------------------------------------------------------------------------------------
+@once
+def options(source: Source) -> dict[str, Values]:
+    """The options that a file declares with argparse, by the names of their values."""
+    found: dict[str, Values] = {}
+    for call in source.calls_named("add_argument"):
+        keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+        name = _destination(call, keywords.get("dest"))
+        found[name] = Values() if name in found or name in _set_defaults(source) else _declared(source, keywords)
+    return found
+
+
+def _destination(call: ast.Call, dest: ast.expr | None) -> str:
+    """The name of an option's value: ``dest``, or that of its first long flag, as argparse makes it."""
+    if isinstance(dest, ast.Constant):
+        return str(dest.value)
+    flags = [str(flag.value) for flag in call.args if isinstance(flag, ast.Constant)]
+    long = [flag for flag in flags if flag.startswith("--")]
+    first = next(iter(long or flags), "")
+    return first.lstrip("-").replace("-", "_")
+
+
+def _declared(source: Source, keywords: Mapping[str | None, ast.expr]) -> Values:
+    """The default and the choices of an option."""
+    default: object = None
+    if "default" in keywords:
+        default = values_of(source, keywords["default"]).usual
+    choices = keywords.get("choices")
+    if not isinstance(choices, ast.List | ast.Tuple | ast.Set):
+        return Values(default)
+    listed = [values_of(source, choice).usual for choice in choices.elts]
+    return Values(default, tuple(choice for choice in listed if choice is not UNKNOWN), UNKNOWN in listed)
+
+
+def _set_defaults(source: Source) -> set[str | None]:
+    """Options whose defaults are set elsewhere, by ``parser.set_defaults``."""
+    return {keyword.arg for call in source.calls_named("set_defaults") for keyword in call.keywords}

@@ -1,0 +1,156 @@
+"""The level that a finding has: of the table of levels, and of the arguments of ``initialize``."""
+
+import pytest
+import torch
+
+from ampcompat.amp import levels as table
+from ampcompat.tools.check import scan_source, settings
+from ampcompat.tools.check.levels import LEVELS, TABLE, Level, read_levels
+from ampcompat.tools.check.traps import arguments
+
+HEAD = "import argparse, torch\nfrom apex import amp\n"
+PARSER = "parser = argparse.ArgumentParser()\n"
+LOOP = """
+with amp.scale_loss(loss, opt) as scaled:
+    scaled.backward()
+torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+"""
+
+
+def name_of(dtype):
+    return "" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("name", table.LEVELS)
+def test_the_table_is_read_as_it_is(name):
+    row = table.LEVELS[name]
+    assert LEVELS[name] == Level(
+        name_of(row.cast_model_type),
+        name_of(row.patch_torch_functions_type),
+        bool(row.master_weights),
+        row.loss_scale,
+    )
+
+
+def test_a_loss_id_needs_no_level():
+    loop = LOOP.replace("loss, opt", "loss, opt, loss_id=1")
+    code = f"{HEAD}model, opt = amp.initialize(model, opt, opt_level=level)\n{loop}"
+    found = {f.name: (f.level, f.note.partition(" ")[0]) for f in scan_source(code) if f.kind == "trap"}
+    assert found["loss_id_out_of_range"] == ("error", "loss_id=1")
+
+
+def test_code_that_asks_for_the_level_is_no_error():
+    code = f"{HEAD}model, opt = amp.initialize(model, opt, opt_level='O2')\n{LOOP}".replace(
+        "torch.nn.utils", "if args.opt_level != 'O2':\n    torch.nn.utils"
+    )
+    assert [f.level for f in scan_source(code) if f.kind == "trap"] == ["warning"]
+
+
+def test_every_level_is_read():
+    assert list(LEVELS) == list(table.LEVELS)
+    assert any(row.cast_model_type is torch.bfloat16 for row in table.LEVELS.values())
+
+
+def test_a_source_without_the_table():
+    with pytest.raises(ValueError, match="no table LEVELS in this source"):
+        read_levels("x = 1\n")
+
+
+@pytest.fixture
+def new_row(monkeypatch):
+    """A level O6, with masters and a static scale, as a row of the table makes it."""
+    code = TABLE.read_text("utf-8")
+    row = '    "O6": Level("O6", torch.bfloat16, False, None, True, True, loss_scale=128.0),\n'
+    start = code.index("LEVELS: dict")
+    end = code.index("\n}\n", start) + 1
+    levels = read_levels(code[:end] + row + code[end:])
+    for module in (settings, arguments):
+        monkeypatch.setattr(module, "LEVELS", levels)
+
+
+def clip(level, before=""):
+    found = scan_source(f"{HEAD}{before}model, opt = amp.initialize(model, opt, opt_level={level})\n{LOOP}")
+    return [(f.level, f.note.partition(":")[0]) for f in found if f.kind == "trap"]
+
+
+def test_a_new_row_is_known_at_once(new_row):
+    assert clip('"O6"') == [("error", "at O6")]
+    assert clip("level") == [("warning", "if the level is O2, O5 or O6")]
+    found = scan_source(f'{HEAD}amp.initialize(model, opt, opt_level="06")\n')
+    assert [f.name for f in found if f.kind == "trap"] == ["misspelt_level"]
+
+
+def option(arguments):
+    return f"{PARSER}parser.add_argument({arguments})\nargs = parser.parse_args()\n"
+
+
+@pytest.mark.parametrize(
+    ("level", "before", "found"),
+    [
+        ('"O2"', "", [("error", "at O2")]),
+        ('"O1"', "", []),
+        ("level", "", [("warning", "if the level is O2 or O5")]),
+        ("level", 'level = "O5"\n', [("error", "at O5")]),
+        ("level", 'level = "O5"\nlevel = other\n', [("warning", "if the level is O2 or O5")]),
+        ('"O2" if fp16 else "O0"', "", [("warning", "if the level is O2")]),
+        ("args.opt_level", option('"--opt-level", default="O2"'), [("error", "at O2, the default")]),
+        ("args.opt_level", option('"--opt-level", default="O1"'), [("warning", "if the level is O2 or O5")]),
+        (
+            "args.opt_level",
+            option('"--opt_level", default="O1", choices=["O1", "O2"]'),
+            [("warning", "if the level is O2")],
+        ),
+        ("args.opt_level", option('"--opt_level", default="O0", choices=("O0", "O1")'), []),
+        ("args.level", option('"-l", "--opt-level", dest="level", default="O2"'), [("error", "at O2, the default")]),
+        ("hparams['level']", option('"--level", default="O2"'), [("error", "at O2, the default")]),
+        ("args.opt_level", option('"--opt-level", default=DEFAULT'), [("warning", "if the level is O2 or O5")]),
+        (
+            "args.opt_level",
+            "DEFAULT = 'O2'\n" + option('"--opt-level", default=DEFAULT'),
+            [("error", "at O2, the default")],
+        ),
+        (
+            "args.opt_level",
+            option('"--opt-level", default="O2"') + 'args.opt_level = "O1"\n',
+            [("warning", "if the level is O2 or O5")],
+        ),
+        ("args.opt_level", option('"--opt-level"'), [("warning", "if the level is O2 or O5")]),
+        ('"O2", master_weights=False', "", []),
+        ('"O2", master_weights=masters', "", [("warning", "at O2")]),
+        ('"O3", master_weights=True', "", [("error", "at O3")]),
+        ('"O2", enabled=False', "", []),
+    ],
+)  # fmt: skip
+def test_the_level_of_a_finding(level, before, found):
+    assert clip(level, before) == found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ("**options", ["if the level is O2 or O5"]),
+        ("*options", ["if the level is O2 or O5"]),
+        ('opt_level="O2", **options', ["at O2"]),
+        ('opt_level="O3", **options', []),
+    ],
+)
+def test_what_is_unpacked_may_be_anything(arguments, found):
+    code = f"{HEAD}model, opt = amp.initialize(model, opt, {arguments})\n{LOOP}"
+    traps = [f for f in scan_source(code) if f.kind == "trap"]
+    assert [(f.level, f.note.partition(":")[0]) for f in traps] == [("warning", where) for where in found]
+
+
+@pytest.mark.parametrize(
+    ("scale", "found"),
+    [
+        ("None", [("error", "at O1")]),
+        ("args.scale", [("warning", "at O1")]),
+        ("1.0", []),
+        ('"1.0"', []),
+        ("128.0", [("error", "at O1")]),
+    ],
+)
+def test_a_scale_that_is_not_known(scale, found):
+    loop = "with amp.scale_loss(loss, opt) as scaled:\n    loss.backward()\n"
+    code = f'{HEAD}model, opt = amp.initialize(model, opt, opt_level="O1", loss_scale={scale})\n{loop}'
+    assert [(f.level, f.note.partition(":")[0]) for f in scan_source(code) if f.kind == "trap"] == found
