@@ -11,6 +11,7 @@ from ampcompat._types import Optimizer
 from ampcompat.amp.casts.contexts import Saved, restored
 from ampcompat.amp.half.masters import sync_written
 from ampcompat.amp.scaling.gradient_rules import clear_stepped
+from ampcompat.amp.scaling.gradients import pending_in
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
 from ampcompat.amp.scaling.steps import (
     announce_skip,
@@ -45,12 +46,9 @@ def step_with_closure(
     stash: AmpOptimizerState = optimizer._amp_stash
     if stash.stepped:
         clear_stepped(optimizer, stash)
-    acts_first = not _evaluates_first(optimizer)
     evaluations = _Evaluations(optimizer, closure, outside)
-    if acts_first:
-        make_ready(optimizer, stash)
-        acts_first = bool(gradients_for_step(stash))
-    if acts_first:
+    had_blocks = bool(stash.overflows or pending_in(stash.leaves))
+    if had_blocks and not _evaluates_first(optimizer):
         if evaluations.have_overflowed():
             announce_skip(evaluations.overflowed)
             loss = evaluations.evaluate()
