@@ -99,10 +99,9 @@ amp.lists.functional_overrides.FP16_FUNCS.append("softmax")
 ```
 
 The modules `functional_overrides`, `torch_overrides` and `tensor_overrides` of `amp.lists` hold `FP16_FUNCS`,
-`BFLOAT16_FUNCS`, `FP32_FUNCS`, `CASTS`, `SEQUENCE_CASTS` and `BANNED_FUNCS`.
+`FP32_FUNCS`, `CASTS`, `SEQUENCE_CASTS` and `BANNED_FUNCS`.
 
-- `FP16_FUNCS` and `BFLOAT16_FUNCS` count together, at O1 and O4: a name on either is cast to the half dtype in force; a
-  name that you remove from either is not.
+- `FP16_FUNCS` counts at O1 and O4: a name on it is cast to the half dtype in force.
 - A name that you add leaves the list that it was on. On several lists, half beats float32, and float32 beats the widest
   dtype.
 - A name that you remove and add nowhere runs as given. A name that is not a function of torch gives a warning.

@@ -97,7 +97,6 @@ from ampcompat._torch.fsdp import (
     meshes_of,
     sharded_units,
 )
-from ampcompat._torch.host_memory import keep_freed_memory
 from ampcompat._torch.modules import (
     bits,
     broadcast_elements,
@@ -120,6 +119,5 @@ from ampcompat._torch.modules import (
 from ampcompat._torch.parameters import data_of, set_data, watch_parameter_data
 from ampcompat._torch.patch import Wrap, replace, replace_function, set_class, with_parameters_of, wrap_everywhere
 from ampcompat._torch.version import (
-    IS_FOR_ROCM,
     TORCH,
 )

@@ -40,8 +40,19 @@ from ampcompat.amp.scaling.session import Session, release_casts
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Properties", "initialize", "load_state_dict", "opt_levels", "state_dict"]
-__all__ += LEVELS
+__all__ = [
+    "O0",
+    "O1",
+    "O2",
+    "O3",
+    "O4",
+    "O5",
+    "Properties",
+    "initialize",
+    "load_state_dict",
+    "opt_levels",
+    "state_dict",
+]
 
 Modules = list[torch.nn.Module]
 _Models = TypeVar("_Models", bound=torch.nn.Module | Sequence[torch.nn.Module])
@@ -61,7 +72,8 @@ class _Level:
 
 
 _classes = {name: type(name, (_Level,), {"name": name, "brief": row.brief}) for name, row in LEVELS.items()}
-globals().update(_classes)  # amp.frontend.O0 and so on
+# apex's names; the class of a level that apex had not is in ``opt_levels`` alone.
+O0, O1, O2, O3, O4, O5 = (_classes[name] for name in ("O0", "O1", "O2", "O3", "O4", "O5"))
 opt_levels = {name: level() for name, level in _classes.items()}
 
 
@@ -170,8 +182,6 @@ def initialize(
         say("A ScriptModule runs as it was scripted: amp.initialize passed it through without casting it.")
     _take_over(session, objects)
     if enabled:
-        if _torch.IS_FOR_ROCM:
-            _tell_the_environment()
         if session.policy.master_weights:
             checkpoint_names.install()
         state.view["verbosity"] = int(verbosity)
@@ -290,19 +300,6 @@ def _ids_held_by(optimizer: Optimizer) -> set[int]:
 
 
 # -- what a call says --------------------------------------------------------------------------------------------------
-def _tell_the_environment() -> None:
-    """Set ``APEX_AMP_ENABLED=1``, as ROCm's fork does, for code that looks there; child processes inherit it."""
-    name = "APEX_AMP_ENABLED"
-    before = os.environ.get(name)
-    if before == "1":
-        return
-    os.environ[name] = "1"
-    if before is None:
-        state.undo.callback(os.environ.pop, name, None)
-    else:
-        state.undo.callback(os.environ.__setitem__, name, before)
-
-
 def _say_what_a_string_enables(enabled: str, session: Session) -> None:
     level = session.properties.opt_level
     in_force = f"amp is on, at {level}" if session.enabled else "amp is off"

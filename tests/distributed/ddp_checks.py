@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from checks import LEVELS, Net, batch, everything_is_equal, made, step
-from torch.nn.parallel import DistributedDataParallel
 
 from ampcompat import amp
 
@@ -76,29 +74,8 @@ def uneven_inputs(level: str) -> None:
     everything_is_equal(model, optimizer)
 
 
-def uneven_inputs_with_zero(level: str) -> None:
-    """Ranks without inputs step in ``ZeroRedundancyOptimizer``'s own hook, past any block: refused if it matters."""
-    from torch.distributed.algorithms.join import Join
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    torch.manual_seed(3)
-    model: Any = Net()
-    optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    run = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    if level == "O1":
-        with pytest.raises(RuntimeError, match="ZeroRedundancyOptimizer in join"), Join([run, optimizer]):
-            pass
-        return
-    with Join([run, optimizer]):
-        for at in range(3 + dist.get_rank()):
-            step(run, optimizer, at, factor=1 / 64)
-    everything_is_equal(model, optimizer)
-
-
 CHECKS: list[tuple[Callable[[str], None], list[str]]] = [
     (compression_hooks, LEVELS),
     (power_sgd, LEVELS),
     (uneven_inputs, LEVELS),
-    (uneven_inputs_with_zero, ["O0", "O1", "O4"]),
 ]

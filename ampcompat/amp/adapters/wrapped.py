@@ -74,8 +74,6 @@ def wrap(optimizer: Any) -> None:
     """Wrap what amp must see of an optimizer that holds another, before amp wraps the optimizer's own methods."""
     if getattr(optimizer, "_amp_wrapped", False):
         return
-    if _torch.is_zero(optimizer):
-        optimizer.join_hook = types.MethodType(_join_hook_where_not_scaled(optimizer.join_hook), optimizer)
     outer_lists = _param_lists(optimizer)
     sharing = [inner for inner in inner_optimizers(optimizer) if _param_lists(inner) == outer_lists]
     for inner in sharing:
@@ -118,21 +116,3 @@ def _step_as_outer(outer_ref: weakref.ref[Optimizer], original: Callable[..., An
         return step(outer, functools.partial(_noting_step(original), outer), *args, **kwargs)
 
     return wrapper
-
-
-# -- ZeroRedundancyOptimizer -------------------------------------------------------------------------------------------
-def _join_hook_where_not_scaled(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``original``, a ``join_hook``: in ``join()`` ranks without inputs would step scaled gradients, or none."""
-
-    @functools.wraps(getattr(original, "__func__", original))
-    def join_hook(self: Any, **kwargs: Any) -> Any:
-        stash = vars(self).get("_amp_stash")
-        if stash is None or all(scaler.is_one for scaler in stash.session.scalers):
-            return original(**kwargs)
-        raise RuntimeError(
-            f"A ZeroRedundancyOptimizer in join(), at opt_level={stash.session.properties.opt_level!r} - ranks that"
-            " have no inputs left step in join, outside of any scale_loss block, with gradients that are still scaled -"
-            " give all ranks equally many inputs, or use an optimizer that is not sharded, with DDP's own join()."
-        )
-
-    return join_hook

@@ -58,7 +58,6 @@ class OpList(NamedTuple):
 #: cast last.
 _RULES_OF_LISTS: Final = {
     "FP16_FUNCS": Rule.HALF,
-    "BFLOAT16_FUNCS": Rule.HALF,
     "FP32_FUNCS": Rule.FLOAT,
     "CASTS": Rule.PROMOTE,
     "SEQUENCE_CASTS": Rule.PROMOTE,

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from ampcompat._log import say
-from ampcompat._state import state
 from ampcompat.amp.half.record import own_tensors
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
@@ -32,8 +30,8 @@ def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Modul
 
     Raises:
         TypeError: Something is not a module, type or pattern.
-        ValueError: Nothing matches, or a module cannot be kept. For a pattern of the environment the first
-            ``scale_loss`` raises it: a script may initialize its models one by one.
+        ValueError: Nothing matches, or a module cannot be kept. A pattern of the environment may match nothing, with a
+            message: a script may initialize its models one by one.
     """
     names = _names_in(models)
     chosen = [*_chosen_by_argument(keep_fp32, names), *_chosen_by_environment(names)]
@@ -78,29 +76,9 @@ def _chosen_by_environment(names: Names) -> list[torch.nn.Module]:
         chosen += matches
         if matches:
             say(f"AMPCOMPAT_KEEP_FP32: {pattern!r} keeps {_list(matches)} in float32.")
-            continue
-        say(f"AMPCOMPAT_KEEP_FP32: {pattern!r} matches no module of this model, which has {_list(names)}.")
-        if not any(isinstance(observer, Unmatched) for observer in state.observers):
-            state.observers.append(Unmatched(patterns))
+        else:
+            say(f"AMPCOMPAT_KEEP_FP32: {pattern!r} matches no module of this model, which has {_list(names)}.")
     return chosen
-
-
-@dataclass(eq=False)
-class Unmatched:
-    """Refuses to train while a pattern of the environment matches no module of any model under amp."""
-
-    patterns: list[str]
-
-    def on_scale_loss(self, *_: object) -> None:
-        """Look at all models, once."""
-        names = _names_in(state.models.live)
-        for pattern in self.patterns:
-            if not _matches(pattern, names):
-                raise ValueError(
-                    f"AMPCOMPAT_KEEP_FP32 (--keep-fp32): {pattern!r} - it matches no module of any model -"
-                    f" {_hint(names)}"
-                )
-        state.observers[:] = [observer for observer in state.observers if observer is not self]
 
 
 def _matches(wanted: object, names: Names) -> Names:

@@ -5,12 +5,11 @@ Scripts edit the lists before ``amp.initialize``, as under apex
 for the op however it is reached: ``softmax`` is ``torch.softmax``, ``Tensor.softmax`` and what ``nn.Softmax`` calls;
 ``matmul`` is also ``@``, ``pow`` also ``**``. An edit counts for all of these, whichever module's list it was made in:
 
-``FP16_FUNCS`` and ``BFLOAT16_FUNCS`` run in the half dtype in force, ``FP32_FUNCS`` in float32, ``CASTS`` in the widest
-dtype among the arguments (in place: in that of the left side), ``SEQUENCE_CASTS`` in the widest among the members of
-their sequence. ``BANNED_FUNCS``, pairs of a name and the message of the error, refuse half arguments. A name added to a
-list leaves the list it shipped on; on several lists, half beats float32 beats the widest dtype, as apex's wrappers
-nested. A name removed and added nowhere runs in the dtype it is given; one on no list from the start follows native
-autocast.
+``FP16_FUNCS`` run in the half dtype in force, ``FP32_FUNCS`` in float32, ``CASTS`` in the widest dtype among the
+arguments (in place: in that of the left side), ``SEQUENCE_CASTS`` in the widest among the members of their sequence.
+``BANNED_FUNCS``, pairs of a name and the message of the error, refuse half arguments. A name added to a list leaves the
+list it shipped on; on several lists, half beats float32 beats the widest dtype, as apex's wrappers nested. A name
+removed and added nowhere runs in the dtype it is given; one on no list from the start follows native autocast.
 
 In-place forms follow: those of float32 ops (``exp_``) refuse a half left side, which cannot hold the result; those of
 half ops (``addmm_``) cast to the dtype of the left side. :mod:`ampcompat.amp.casts.rules` maps names to ops.

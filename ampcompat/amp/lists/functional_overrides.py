@@ -9,12 +9,6 @@ FP16_FUNCS = [
     "linear",
 ]
 
-#: ROCm's list for O4. Every name on it is half at O1 too, and an edit of either list counts at both levels.
-BFLOAT16_FUNCS = [
-    *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc"),
-    "linear",
-]
-
 FP32_FUNCS = [
     # normalisation and resampling
     *("layer_norm", "group_norm", "local_response_norm", "normalize", "cosine_similarity"),

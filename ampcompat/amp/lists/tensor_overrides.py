@@ -13,9 +13,6 @@ def _methods(names: list[str]) -> list[str]:
 
 FP16_FUNCS = ["__matmul__", *_methods(torch_overrides.FP16_FUNCS)]
 
-#: ROCm's list for O4. Every name on it is half at O1 too, and an edit of either list counts at both levels.
-BFLOAT16_FUNCS = ["__matmul__"]
-
 FP32_FUNCS = [
     *("__pow__", "__ipow__", "__rpow__"),
     "cpu",  # what leaves for numpy leaves in float32

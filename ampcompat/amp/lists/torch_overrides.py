@@ -13,12 +13,6 @@ FP16_FUNCS = [
     *("rnn_tanh", "rnn_relu", "gru", "lstm", "rnn_tanh_cell", "rnn_relu_cell", "gru_cell", "lstm_cell"),
 ]
 
-#: ROCm's list for O4. Every name on it is half at O1 too, and an edit of either list counts at both levels.
-BFLOAT16_FUNCS = [
-    *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc"),
-    *("addmm", "addmv", "addr", "matmul", "mm", "mv"),
-]
-
 FP32_FUNCS = [
     # pointwise
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "reciprocal", "rsqrt", "sinh", "tan"),

@@ -94,8 +94,6 @@ class Session:
         held = device_types_of(state.models.live)
         if state.models.live and not held:  # models without tensors alone: they compute where their inputs are
             held = {_torch.accelerator(), "cpu"}
-        if "cpu" in held:
-            _torch.keep_freed_memory()
         self.device_types = held & set(_torch.autocast_device_types())
         if self.policy.casts.enabled:
             for device_type in held - self.device_types:

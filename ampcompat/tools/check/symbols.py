@@ -105,9 +105,9 @@ SYMBOLS: dict[str, Symbol] = {
     "apex.amp.compat": Symbol(UNSUPPORTED, "checks for old torch versions; drop the call"),
     "apex.amp.wrap": Symbol(UNSUPPORTED, "use amp.half_function, amp.float_function and amp.promote_function"),
     **_works("apex.amp.lists", "functional_overrides torch_overrides tensor_overrides"),
-    **_works("apex.amp.lists.functional_overrides", "MODULE FP16_FUNCS BFLOAT16_FUNCS FP32_FUNCS BANNED_FUNCS"),
-    **_works("apex.amp.lists.torch_overrides", "MODULE FP16_FUNCS BFLOAT16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS"),
-    **_works("apex.amp.lists.tensor_overrides", "MODULE FP16_FUNCS BFLOAT16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS"),
+    **_works("apex.amp.lists.functional_overrides", "MODULE FP16_FUNCS FP32_FUNCS BANNED_FUNCS"),
+    **_works("apex.amp.lists.torch_overrides", "MODULE FP16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS"),
+    **_works("apex.amp.lists.tensor_overrides", "MODULE FP16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS"),
     "apex.amp.utils": Symbol(DIFFERS, "internal helpers of apex; use torch.is_floating_point and Tensor.to"),
     "apex.parallel.DistributedDataParallel": Symbol(
         DIFFERS, "it tolerates unused parameters with and without delay_allreduce; options of streams have no effect"

@@ -11,8 +11,8 @@ from core_kit import net, sgd, start, train
 from internals import is_anything_initialized, reset
 from python_process import run_python
 
-from ampcompat import _torch, amp
-from ampcompat.amp import lists, utils
+from ampcompat import amp
+from ampcompat.amp import utils
 from ampcompat.testing import common_utils
 
 HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
@@ -197,75 +197,6 @@ def test_maybe_bfloat16():
     cast = utils.maybe_bfloat16({"a": [torch.ones(2), torch.ones(2).half()], "b": torch.ones(2).long()}, "name", False)
     assert [t.dtype for t in cast["a"]] == [BF16, BF16]
     assert cast["b"].dtype == torch.int64
-
-
-# -- BFLOAT16_FUNCS ----------------------------------------------------------------------------------------------------
-@pytest.fixture
-def edited_lists():
-    owners = (lists.functional_overrides, lists.torch_overrides, lists.tensor_overrides)
-    kept = [(held, list(held)) for owner in owners for name, held in vars(owner).items() if name.endswith("_FUNCS")]
-    yield
-    for held, before in kept:
-        held[:] = before
-
-
-def test_bfloat16_lists_hold_what_rocm_s_held():
-    convolutions = {
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "conv_transpose1d",
-        "conv_transpose2d",
-        "conv_transpose3d",
-        "conv_tbc",
-    }
-    assert set(lists.functional_overrides.BFLOAT16_FUNCS) == {*convolutions, "linear"}
-    products = {"addmm", "addmv", "addr", "matmul", "mm", "mv"}
-    assert set(lists.torch_overrides.BFLOAT16_FUNCS) == {*convolutions, *products}
-    assert lists.tensor_overrides.BFLOAT16_FUNCS == ["__matmul__"]
-    for owner in (lists.functional_overrides, lists.torch_overrides, lists.tensor_overrides):
-        assert set(owner.BFLOAT16_FUNCS) <= set(owner.FP16_FUNCS)
-
-
-@pytest.mark.parametrize(("level", "dtype"), [("O1", HALF), ("O4", BF16)])
-def test_an_edit_of_a_bfloat16_list_counts_at_both_levels(edited_lists, level, dtype):
-    lists.torch_overrides.BFLOAT16_FUNCS.remove("mv")
-    lists.torch_overrides.FP32_FUNCS.remove("cumsum")
-    lists.torch_overrides.BFLOAT16_FUNCS.append("cumsum")
-    _held = start(level)
-    assert torch.mv(torch.ones(2, 2), torch.ones(2)).dtype == FLOAT
-    assert torch.cumsum(torch.ones(2), 0).dtype == dtype
-    assert mm() == dtype
-
-
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_a_name_taken_off_both_lists_is_not_cast(edited_lists, level):
-    lists.torch_overrides.FP16_FUNCS.remove("mm")
-    lists.torch_overrides.BFLOAT16_FUNCS.remove("mm")
-    _held = start(level)
-    assert mm() == FLOAT
-
-
-# -- the environment ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("before", [None, "0", "1"])
-@pytest.mark.parametrize("is_for_rocm", [True, False])
-def test_initialize_sets_the_variable_on_rocm_and_reset_puts_it_back(is_for_rocm, before, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(_torch, "IS_FOR_ROCM", is_for_rocm)
-        patch.delenv("APEX_AMP_ENABLED", raising=False)
-        if before is not None:
-            patch.setenv("APEX_AMP_ENABLED", before)
-        model = net()
-        amp.initialize(model, sgd(model), enabled=False)
-        assert os.environ.get("APEX_AMP_ENABLED") == before
-        with pytest.raises(RuntimeError):
-            amp.initialize(model, sgd(model), opt_level="O9")
-        assert os.environ.get("APEX_AMP_ENABLED") == before
-        for level in ("O0", "O2"):
-            _held = start(level)
-            assert os.environ.get("APEX_AMP_ENABLED") == ("1" if is_for_rocm else before)
-        reset()
-        assert os.environ.get("APEX_AMP_ENABLED") == before
 
 
 # -- apex.testing.common_utils -----------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from internals import has_policy, observers
+from internals import has_policy
 from o1_casts import here
 from seeded import seeded
 from torch import nn
@@ -98,32 +98,6 @@ def test_the_environment_adds_patterns(monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "'last' keeps last in float32" in said
     assert "'nowhere*' matches no module of this model, which has blocks, blocks.0" in said
-
-
-def test_an_unmatched_pattern_is_refused_in_time(monkeypatch):
-    """A pattern of the environment that matches no module of any model raises before anything is trained."""
-    monkeypatch.setenv("AMPCOMPAT_KEEP_FP32", "last, nowhere*")
-    model, optimizer = build("O1")
-    before = [p.detach().clone() for p in model.parameters()]
-    for _ in range(2):
-        with pytest.raises(
-            ValueError, match=r"--keep-fp32\): 'nowhere\*' - it matches no module of any model - modules"
-        ):
-            train(model, optimizer)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
-def test_a_pattern_may_match_any_of_the_models(monkeypatch):
-    """The models are initialized one by one: each pattern of the environment must match in one of them."""
-    monkeypatch.setenv("AMPCOMPAT_KEEP_FP32", "wide,0")
-    model, optimizer = build("O1")
-    other = nn.Sequential(nn.Linear(8, 8))
-    with pytest.raises(ValueError, match="'0' - it matches no module of any model"):
-        train(model, optimizer)
-    other = amp.initialize(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), opt_level="O1", verbosity=0)
-    train(model, optimizer)
-    assert not observers()
-    assert other(torch.ones(1, 8)).dtype == torch.float32
 
 
 def test_the_overflow_of_a_kept_module_stays_finite_at_o1():
