@@ -41,19 +41,8 @@ from ampcompat.amp.scaling.session import Session, release_casts
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = [
-    "O0",
-    "O1",
-    "O2",
-    "O3",
-    "O4",
-    "O5",
-    "Properties",
-    "initialize",
-    "load_state_dict",
-    "opt_levels",
-    "state_dict",
-]
+__all__ = ["O0", "O1", "O2", "O3", "O4", "O5", "Properties", "initialize", "load_state_dict", "opt_levels"]
+__all__ += ["state_dict"]
 
 Modules = list[torch.nn.Module]
 _Models = TypeVar("_Models", bound=torch.nn.Module | Sequence[torch.nn.Module])

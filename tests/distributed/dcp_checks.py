@@ -115,6 +115,11 @@ def asking_changes_nothing(level: str) -> None:
     assert equal(*results)
 
 
+def scales_of_latest_call() -> Any:
+    """What ``amp.state_dict`` has of it: the runs that a check compares are calls of one process."""
+    return {"loss_scaler0": amp.state_dict()["loss_scaler0"]}
+
+
 def saved_by_two_and_loaded(level: str) -> None:
     """By all ranks, by one process alone, by plain torch, with the whole state on every rank: to the bit."""
     import torch.distributed.checkpoint as dcp
@@ -132,7 +137,7 @@ def saved_by_two_and_loaded(level: str) -> None:
     want_state, scale = moments(optimizer), amp.state_dict()
 
     def check(model: Any, other: Any, **options: Any) -> None:
-        saved = {**states(model, other), "amp": amp.state_dict()}
+        saved = {**states(model, other), "amp": scales_of_latest_call()}
         dcp.load(saved, checkpoint_id=where, **options)
         load(model, other, saved)
         inner = getattr(model, "module", model)
@@ -150,7 +155,7 @@ def saved_by_two_and_loaded(level: str) -> None:
     load(other, its_optimizer, states(run, optimizer, full_state_dict=True), full_state_dict=True)
     assert equal(moments(its_optimizer), want_state)
     resumed, resumed_optimizer = made(level, seed=11)
-    saved = {**states(resumed, resumed_optimizer), "amp": amp.state_dict()}
+    saved = {**states(resumed, resumed_optimizer), "amp": scales_of_latest_call()}
     dcp.load(saved, checkpoint_id=where)
     load(resumed, resumed_optimizer, saved)
     again = DistributedDataParallel(run.module)  # both lay out their buckets anew

@@ -167,12 +167,12 @@ class LossScaler:
     @property
     def is_one(self) -> bool:
         """Whether the scale is 1, and no script has written it: then blocks need not touch gradients. No host sync."""
-        return not self.dynamic and self.scale is None and self.initial_scale == 1.0
+        return not self._is_dynamic and self.scale is None and self.initial_scale == 1.0
 
     @property
     def _has_overflow(self) -> bool:
         """Whether the last backward pass overflowed; a static scaler never says so. Reads the device: one host sync."""
-        if self._last_pass is None or not self.dynamic:
+        if self._last_pass is None or not self._is_dynamic:
             return False
         return bool(self._last_pass.item())
 
@@ -290,7 +290,7 @@ class LossScaler:
             The flag for the step, which must be skipped if it is set; None for a static scaler, which never skips.
         """
         flag = self._note_pass(found_inf)
-        if not self.dynamic:
+        if not self._is_dynamic:
             self.count_clean_pass()
             return None
         self._move(_torch.any_of([flag, *self._delayed]))
@@ -300,7 +300,7 @@ class LossScaler:
     def delay(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
         """As :meth:`adjust`, but leave the scale alone: the next transition counts an overflow of this pass."""
         flag = self._note_pass(found_inf)
-        if not self.dynamic:
+        if not self._is_dynamic:
             return None
         if len(self._delayed) >= MAX_FLAGS:  # a script may delay them without end
             self._delayed = [_torch.any_of(self._delayed)]
@@ -324,7 +324,7 @@ class LossScaler:
         else:
             flag = found_inf.to(scale.device, non_blocking=True)
         self._last_pass = flag
-        if self.dynamic and self._lent_buffer is not None:
+        if self._is_dynamic and self._lent_buffer is not None:
             self._lent_buffer.copy_(flag, non_blocking=True)
         return flag
 
@@ -333,7 +333,7 @@ class LossScaler:
 
         While a CUDA graph is captured the tensors change in place, since each replay begins with those of the capture.
         """
-        scale = self._made_on(found_inf.device)
+        scale: torch.Tensor = self.scale  # type: ignore[assignment] # made, at the latest, by ``_note_pass``
         clean_passes: torch.Tensor = self.clean_passes  # type: ignore[assignment] # made with the scale
         moved, counted = next_scale(
             scale,
@@ -357,7 +357,7 @@ class LossScaler:
     def scale_after_back_off(self) -> torch.Tensor:
         """The scale to print for a skipped step, any delayed back-off included. No host sync."""
         scale = self.scale_on()
-        if self.dynamic and self._delayed:
+        if self._is_dynamic and self._delayed:
             return (scale * self.backoff_factor).clamp(min=self._smallest)
         return scale
 
