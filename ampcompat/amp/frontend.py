@@ -361,7 +361,7 @@ def _take_over(session: Session, objects: _Objects) -> None:
     state.session = session
     if session.enabled:
         _apply_loaded_scalers(session)
-    elif objects.models:
+    else:
         release_casts()  # ambient casts stay while other models need them for their losses
 
 
