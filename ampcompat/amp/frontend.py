@@ -351,7 +351,7 @@ def _take_over(session: Session, objects: _Objects) -> None:
     state.session = session
     if session.enabled:
         checkpoint.restore_after_initialize(session)
-    elif objects.models:
+    else:
         release_casts()  # ambient casts stay while other models need them for their losses
 
 

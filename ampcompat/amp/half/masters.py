@@ -26,14 +26,14 @@ deepcopy, pickle                     copied                         copied
 ``initialize`` at another level      float32 again, from value      dropped
 ===================================  =============================  =======================================
 
-"Elements that differ" are those where ``value`` does not round to what ``half`` holds: every element that no other code
-wrote keeps its low bits.
+An element differs where ``value`` does not round to what ``half`` holds: every element that no other code wrote keeps
+its low bits.
 
 Which copy was written is known, not guessed. Writes in place move a tensor's version counter, and ``half.to(...)`` its
 address. Writes through ``param.data`` move neither, so each copy has a flag: whether its ``data`` was taken, and may
-have been written. Flags end when both copies are equal again, at the latest with the next step: a write through an
-alias from before is found by :func:`sync_all` alone. A copy whose version, address and flag tell nothing is not looked
-at, and nothing here reads the device.
+have been written. Flags end when the master is rounded into its half weight, at the latest by the next step: a write
+through an alias from before is found by :func:`sync_all` alone. A copy whose version, address and flag tell nothing is
+not looked at, and nothing here reads the device.
 
 To *push* is to round a master into its half weight, to *pull* is to take what was written to a half weight into its
 master, to *sync* is to do whichever is due. A forward only pushes (:func:`push_written`): half weights that a script
@@ -236,7 +236,7 @@ class Master:
             return self  # a compiler's stand-in for the module, which is never stepped
         clone = memo[id(self)] = Master(half, value)  # its slots are found by ``masters_of``
         clone.push()  # ``half`` may have been copied with its module, before it followed ``value``
-        self.note_equal()  # to copy ``value``, torch took its ``data``
+        self.note_pushed()  # to copy both, torch took their ``data``
         return clone
 
     def __reduce__(self) -> Any:

@@ -131,6 +131,26 @@ def test_a_failure_at_another_level_is_repaired_too(first, level, place, monkeyp
     assert got[1] == want[1]
 
 
+@pytest.mark.parametrize("break_at", [(frontend, "set_policy", 1), (optimizer, "match_state", 1)])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_failure_between_two_models_or_optimizers(level, break_at, monkeypatch):
+    def initialized(fails):
+        models, optimizers = zip(made(), made(), strict=True)
+        if fails:
+            with monkeypatch.context() as patch:
+                breaks(patch, *break_at)
+                with pytest.raises(Broken):
+                    amp.initialize(list(models), list(optimizers), opt_level=level, verbosity=0)
+        amp.initialize(list(models), list(optimizers), opt_level=level, verbosity=0)
+        ends = []
+        for model, sgd in zip(models, optimizers, strict=True):
+            train(model, sgd)
+            ends += everything(model, sgd)[0]
+        return ends
+
+    assert same(initialized(fails=True), initialized(fails=False))
+
+
 @pytest.mark.parametrize("place", ["casting a later tensor", "attaching the optimizer", "after the casts have begun"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_scale_that_was_loaded_before_is_restored_by_the_call_that_succeeds(level, place, monkeypatch):

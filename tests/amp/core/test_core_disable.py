@@ -182,6 +182,21 @@ def test_a_failure_half_way_is_repaired_by_the_same_call(level, place, calls, mo
     assert same(list(model.parameters()), list(twin.parameters()))
 
 
+def test_casts_end_when_a_call_that_failed_is_made_again(monkeypatch):
+    model, optimizer = start("O1", momentum)
+
+    def fail(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ampcompat.amp.scaling.optimizer.match_state", fail)
+        with pytest.raises(MemoryError):
+            amp.initialize(model, optimizer, enabled=False)
+    amp.initialize(model, optimizer, enabled=False)
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float32
+    assert torch.ones(2).half().exp().dtype == torch.float16
+
+
 def test_leaving_amp_includes_inner_models():
     """``enabled=False`` also restores a module of ``keep_fp32`` and a model that lies in the model."""
     model = net()

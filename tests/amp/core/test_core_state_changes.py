@@ -25,9 +25,11 @@ class Seen:
         self.numbers = repr(value.tolist()) if isinstance(value, torch.Tensor) else None
 
     def __eq__(self, other):
-        if isinstance(other, Seen) and isinstance(self.value, int):
+        if not isinstance(other, Seen) or self.numbers != other.numbers:
+            return False
+        if isinstance(self.value, int):  # an address, say
             return self.value == other.value
-        return isinstance(other, Seen) and self.value is other.value and self.numbers == other.numbers
+        return self.value is other.value
 
 
 def token(value):
