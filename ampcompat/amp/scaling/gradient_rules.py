@@ -108,7 +108,7 @@ def _forget_flags_of_cleared(stash: AmpOptimizerState) -> None:
 
 
 def warn_of_dropped(stash: AmpOptimizerState) -> None:
-    """Warn of gradients that were dropped when their params came to an optimizer, and that the script has not cleared."""
+    """Warn of gradients that were dropped when their params came to an optimizer; the script has not cleared them."""
     stash.dropped.clear()
     misuse.warn_of("scaled gradients of a later param")
 

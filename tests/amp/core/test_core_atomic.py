@@ -131,7 +131,7 @@ def test_a_failure_at_another_level_is_repaired_too(first, level, place, monkeyp
     assert got[1] == want[1]
 
 
-@pytest.mark.parametrize("break_at", [(frontend, "set_policy", 1), (optimizer, "match_state", 1)])
+@pytest.mark.parametrize("break_at", [(frontend, "set_policy", 1), (optimizer_state, "match_state", 1)])
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_failure_between_two_models_or_optimizers(level, break_at, monkeypatch):
     def initialized(fails):
