@@ -356,8 +356,13 @@ def push_all(masters: list[Master]) -> None:
     if not masters:
         return
     _torch.foreach_copy_([m.half for m in masters], [m.value for m in masters])
+    # :meth:`Master.note_pushed` inline, for thousands of masters at each step; a step follows a sync, which has read
+    # their addresses.
     for master in masters:
-        master.note_pushed()
+        master.half_version = master.half._version
+        master.value_version = master.value._version
+        master.half_taken = not master.is_param
+        master.value_taken = False
 
 
 def sync_all(masters: Sequence[Master]) -> int:
