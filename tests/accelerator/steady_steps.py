@@ -14,7 +14,7 @@ OPTIMIZERS = {
     "fused AdamW": lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True),
 }
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-WARM_UP = 14  # masters are compared by value in the first steps, and optimizers make their state
+WARM_UP = 20  # the first sixteen blocks are watched for mistakes, and optimizers make their state
 
 
 class Residual(nn.Module):
