@@ -10,6 +10,7 @@ from ampcompat.tools.explain.growth import History, Sizes
 from ampcompat.tools.explain.lost_weights import first_written, params_of, state_of, weights_message
 from ampcompat.tools.explain.messages import Message
 from ampcompat.tools.explain.numbers import not_representable, numbers_message
+from ampcompat.tools.explain.tally import BackOff
 
 
 class WeightWatch:
@@ -21,13 +22,17 @@ class WeightWatch:
         watched: Whether weights and state were finite when they were last looked at.
         versions: Of the weights, then.
         history: How large the weights were, after each of the last steps.
-        faulty: Whether the loss or a gradient of the step to come is not finite.
+        back_off: Which of the last steps were skipped.
+        losses: Those of the blocks since the last step.
+        is_lost: Whether the step to come is known to be lost: its loss or a gradient is not finite.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.seen = self.made = 0
         self.history = History()
-        self.faulty = False
+        self.back_off = BackOff()
+        self.losses: list[torch.Tensor] = []
+        self.is_lost = False
         self._look(optimizer)
 
     def _look(self, optimizer: Optimizer) -> None:
@@ -36,10 +41,19 @@ class WeightWatch:
         self.versions = _versions(optimizer)
         self.history.begin(sizes)
 
-    def look_again(self, optimizer: Optimizer) -> None:
-        """Before a step: it is to answer for its own writing alone. One host sync, if the weights were written."""
+    def begin_block(self, optimizer: Optimizer, loss: torch.Tensor) -> None:
+        """Keep the loss, and look at weights that something other than a step has written: one host sync, if so.
+
+        The step to come is to answer for its own writing alone.
+        """
+        self.losses.append(loss.detach())
         if self.watched and self.versions != _versions(optimizer):
             self._look(optimizer)
+
+    def end_step(self) -> None:
+        """A step was made or skipped, and told of."""
+        self.losses.clear()
+        self.is_lost = False
 
     def after(self, optimizer: Optimizer) -> list[Message]:
         """Look at what a step wrote (one host sync a device), and at its numbers the first time; what is to be told."""
@@ -47,7 +61,7 @@ class WeightWatch:
         if self.watched:
             self.watched, sizes = _examine(optimizer)
             self.history.add(sizes, optimizer)
-            if not self.watched and not self.faulty:  # else the fault was told
+            if not self.watched and not self.is_lost:  # otherwise the fault was told
                 written = first_written(optimizer)
         self.versions = _versions(optimizer)
         messages: list[Message] = []
@@ -57,8 +71,9 @@ class WeightWatch:
             if found:
                 messages.append(numbers_message(found))
         if written is not None:
-            # A division by zero is infinite at any learning rate.
-            growth = None if written.numbers else self.history.growth(optimizer)
+            # A division by zero, or such a gradient, is infinite at any learning rate.
+            at_any_rate = bool(written.numbers) or written.of_gradient
+            growth = None if at_any_rate else self.history.growth(optimizer)
             messages.append(weights_message(written, self.seen, growth))
         return messages
 
