@@ -430,7 +430,7 @@ def test_a_model_overflows_while_the_loss_is_watched(capsys):
     model.last = lambda y: y
     make_step(optimizer, model(torch.full((4, 8), 1e9)).float().pow(2).mean())
     first, second = fields(capsys.readouterr().err)
-    assert "That code is watched from now on" in first["head"]
+    assert "the loss function made it" in first["head"]
     assert "is too large for float16, to which linear casts it" in second["what"]
     assert "self.last(self.fc(x))" in second["line"]
 

@@ -169,6 +169,7 @@ def end(unused="", blocks=3, error=None, children=False):
         ([1.0], "stalled", None, {}, "stalled", "no step for 60 s, ended after 1 of 2 steps"),
         ([], "stalled", None, {}, "stalled", "raise --timeout if the script is just slow to start"),
         ([1.0], "interrupted", None, {}, "interrupted", "interrupted after 1 of 2 steps"),
+        ([1.0, 1.0], "interrupted", None, {}, "interrupted", "interrupted after 2 of 2 steps"),  # at its very end
         ([], "", 0, end("the script never called amp.initialize"), "ended", "never called amp.initialize"),
         ([], "", 0, end("the script never called amp.initialize", children=True), "ended", STARTED),
         ([], "", 0, end(blocks=0), "ended", "neither amp.scale_loss nor optimizer.step()"),
