@@ -88,7 +88,7 @@ def _checked_level(level: object, from_env: bool = False) -> str:
     hint = f" Did you mean {meant!r}, with the letter O (as in Optimization)?" if meant in LEVELS else ""
     options = ", ".join(map(repr, LEVELS))
     if from_env:
-        raise RuntimeError(f"AMPCOMPAT_OPT_LEVEL={level!r} - options are {options}.{hint} Set it to one of these.")
+        raise RuntimeError(f"AMPCOMPAT_OPT_LEVEL={level!r} - it must be one of {options} - set one of these.{hint}")
     raise RuntimeError(
         f"Unexpected optimization level {level!r} - options are {options}.{hint} Pass one of these as opt_level."
     )

@@ -251,7 +251,8 @@ def _summary(run: Run) -> str:
     seconds = run.seconds_per_step
     rate = f", {1 / seconds:.3g} steps/s" if seconds else ""
     reason = f"; {run.message}" if run.message else ""
-    return f"{len(run.steps)} steps{rate}, {len(run.skipped_steps)} skipped{reason}"
+    steps = f"{len(run.steps)} step{'' if len(run.steps) == 1 else 's'}"
+    return f"{steps}{rate}, {len(run.skipped_steps)} skipped{reason}"
 
 
 def _save(folder: Path, results: Sequence[Result], args: argparse.Namespace, tolerance: Tolerance) -> None:

@@ -117,7 +117,7 @@ def _check_options(args: argparse.Namespace) -> None:
         args.parser.error(f"--report {file} - the file is a part of the option - write --report={file}")
     problem = why_not_writable(args.report) if args.report else ""
     if problem:
-        args.parser.error(f"--report={args.report!r} - {problem}")
+        args.parser.error(f"--report={args.report!r} - {problem} - name a file that can be written")
 
 
 def _is_report(target: Sequence[str]) -> bool:

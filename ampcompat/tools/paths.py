@@ -6,13 +6,13 @@ import os
 
 
 def why_not_writable(file: str) -> str:
-    """Why ``file`` cannot be written, and what to name instead, as in "it is a folder - name a file"; "" if it can."""
+    """Why ``file`` cannot be written, as in "it is a folder"; "" if it can."""
     target = os.path.abspath(file)
     folder = os.path.dirname(target)
     if os.path.isdir(target):
-        return "it is a folder - name a file"
+        return "it is a folder"
     if not os.path.isdir(folder):
-        return "its folder does not exist - name a file in one that does"
+        return "its folder does not exist"
     if not os.access(folder, os.W_OK) or (os.path.exists(target) and not os.access(target, os.W_OK)):
-        return "it cannot be written there - name a file that can"
+        return "it is not allowed to be written"
     return ""

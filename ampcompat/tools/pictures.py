@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import io
-import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from ampcompat.amp.levels import LEVELS
+from ampcompat.tools.core import LEVELS
 from ampcompat.tools.parity.compare import Result, Tolerance
 from ampcompat.tools.recording.steps import Step
 
@@ -59,7 +58,6 @@ def loss_scales(steps: Sequence[Step]) -> str:
 # -- parity.png: losses, their deviation from O0, and the loss scale with its skipped steps ----------------------------
 #: Okabe and Ito's colours, which the colour-blind can tell apart; a level keeps its colour in each dtype.
 PALETTE = ("#000000", "#0072B2", "#D55E00", "#009E73", "#56B4E9", "#E69F00", "#CC79A7", "#F0E442")
-COLOURS = dict(zip(LEVELS, itertools.cycle(PALETTE), strict=False))
 #: Later runs are drawn over earlier ones, thinner, so that curves that coincide can be told from missing ones.
 WIDEST, THINNEST = 3.2, 0.9
 LABELS = ("loss", "relative deviation\nfrom O0", "loss scale")
@@ -91,11 +89,16 @@ def save_comparison(path: Path, results: Sequence[Result], tolerance: Tolerance,
         figure.savefig(path)
 
 
+def colour_of(opt_level: str) -> str:
+    """The colour of a level: by its place in amp's table."""
+    return PALETTE[list(LEVELS).index(opt_level) % len(PALETTE)]
+
+
 def _draw(panels: Sequence[Axes], result: Result, optimizer: int, row: int) -> None:
     """Draw the curves of one level; steps without a finite loss are marked in the row numbered ``row`` from above."""
     losses, deviation, scale = panels
     level = result.run.level
-    colour = COLOURS[level.opt_level]
+    colour = colour_of(level.opt_level)
     width = max(WIDEST / 1.4**row, THINNEST)
     curve: dict[str, Any] = {
         "color": colour,

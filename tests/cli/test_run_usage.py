@@ -119,9 +119,9 @@ def test_a_script_may_be_named_json(ran, monkeypatch, tmp_path):
         (["run", "--opt-level", "02", "train.py"], "Did you mean O2, with the letter O?"),
         (
             ["run", "--report=absent/r.html", "train.py"],
-            "--report='absent/r.html' - its folder does not exist - name a file in one that does",
+            "--report='absent/r.html' - its folder does not exist - name a file that can be written",
         ),
-        (["run", "--report=.", "train.py"], "--report='.' - it is a folder - name a file"),
+        (["run", "--report=.", "train.py"], "--report='.' - it is a folder - name a file that can be written"),
         (["run", "--explain=jsno", "train.py"], "it takes a number of faults, first or json"),
         (["run", "--explain=json,ranges", "train.py"], "it takes a number of faults, first or json"),
         (["run", "--receipt=r.html", "train.py"], "--receipt - there is no such option any more - use --report"),
@@ -151,7 +151,7 @@ def test_everything_from_the_target_on_is_the_scripts(ran, target, monkeypatch):
 
 def test_a_report_that_cannot_be_written_is_refused_before_the_script_runs(capsys, ran, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert "it cannot be written there - name a file that can" in refusal(capsys, "run", "--report=r.html", "train.py")
+    assert "it is not allowed to be written - name a file" in refusal(capsys, "run", "--report=r.html", "train.py")
     assert ran == []
 
 

@@ -196,7 +196,7 @@ def test_the_last_line_of_explain_is_a_verdict(run):
             {},
             "ValueError: AMPCOMPAT_KEEP_FP32 (--keep-fp32): 'nosuch' - it matches no",
         ),
-        ([], {"AMPCOMPAT_OPT_LEVEL": "O9"}, "RuntimeError: AMPCOMPAT_OPT_LEVEL='O9' - options are 'O0', 'O1'"),
+        ([], {"AMPCOMPAT_OPT_LEVEL": "O9"}, "RuntimeError: AMPCOMPAT_OPT_LEVEL='O9' - it must be one of 'O0', 'O1'"),
     ],
 )
 def test_an_error_about_the_environment_has_no_line_of_ours(run, monkeypatch, options, environment, said):

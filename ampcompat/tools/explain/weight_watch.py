@@ -11,6 +11,7 @@ from ampcompat.tools.explain.lost_weights import first_written, params_of, state
 from ampcompat.tools.explain.messages import Message
 from ampcompat.tools.explain.numbers import not_representable, numbers_message
 from ampcompat.tools.explain.tally import BackOff
+from ampcompat.tools.tensors import largest_on_device
 
 
 class WeightWatch:
@@ -109,6 +110,8 @@ def _examine(optimizer: Optimizer) -> tuple[bool, list[Sizes]]:
 
 
 def _largest_of_each(tensors: list[torch.Tensor]) -> torch.Tensor:
+    if tensors[0].device.type == "cpu":  # torch's norm is slow there
+        return torch.stack([largest_on_device(tensor) for tensor in tensors])
     return torch.stack(_torch.foreach_norm([tensor.detach() for tensor in tensors], float("inf")))
 
 

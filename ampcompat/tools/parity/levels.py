@@ -44,7 +44,7 @@ def read_levels(opt_levels: str, dtypes: str) -> list[Level]:
     Raises:
         ValueError: An unknown or missing level or dtype.
     """
-    from ampcompat.amp.levels import LEVELS  # imports torch, which only this needs
+    from ampcompat.tools.core import LEVELS  # imports torch, which only this needs
 
     wanted, halves = _words(opt_levels), _words(dtypes)
     _check(wanted, LEVELS, "an opt_level")

@@ -49,6 +49,6 @@ def report_as_asked() -> None:
     file = os.environ.get(VARIABLE)
     problem = why_not_writable(file) if file else ""
     if problem:
-        raise ValueError(f"{VARIABLE}={file!r} - {problem}.")
+        raise ValueError(f"{VARIABLE}={file!r} - {problem} - name a file that can be written.")
     if file is not None and not any(isinstance(one, PrecisionReport) for one in observers()):
         PrecisionReport(STEPS).start_as_child(file)

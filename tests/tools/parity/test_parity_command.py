@@ -173,7 +173,7 @@ def test_steps_are_counted_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(parity, "run_level", run_level)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     assert main(["parity", "--opt-level", "O1", SCRIPT]) == 0
-    assert "\r\x1b[KO1 fp16: step 1 of 20\r\x1b[KO1 fp16: 1 steps" in capsys.readouterr().err
+    assert "\r\x1b[KO1 fp16: step 1 of 20\r\x1b[KO1 fp16: 1 step, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
