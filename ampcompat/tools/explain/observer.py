@@ -159,12 +159,18 @@ class OverflowExplainer:
         """Tell of weights that the step has written and that are not finite."""
         messages = watch.after(optimizer)
         watch.made = watch.seen
+        if not watch.has_finite_loss and not watch.is_lost:
+            lost = next(loss for loss in watch.losses if not is_finite(loss))
+            name = self._name_of_step(watch.seen, optimizer).capitalize()
+            head = f"{name} was made, with finite gradients, although its loss is {_number_in(lost)}."
+            self.tally.not_finite += 1
+            self._lose([optimizer], self._of(optimizer), first_scaler(optimizer), head, watch.seen, backward=False)
         for message in messages:
             if message.kind != "weights":
                 self._emit(message)
                 continue
             self.lost_by = message.cause
-            self.tally.not_finite += 1
+            self.tally.not_finite += not watch.is_lost
             self.tally.lose(message.cause)
             if message.cause not in self.tally.explained:  # the growth of a weight may have been told
                 self.tally.explain(message.cause)
@@ -296,6 +302,7 @@ class OverflowExplainer:
             self.tally.hold(message)
             self._look_at_one_less()
             return
+        self.tally.not_found += 1
         if (OUTSIDE,) in self.explained:
             self._look_at_one_less()
             return

@@ -42,11 +42,13 @@ class Tally:
         not_finite: Those that were made with a loss or gradient that is not finite, or that wrote such weights.
         scale: The loss scale after the latest of those that were skipped.
         explained: The causes that were explained.
+        not_found: How many steps a fault is known to have cost, and not which.
     """
 
     def __init__(self) -> None:
         self.steps = self.skipped = self.not_finite = 0
         self.scale = 0.0
+        self.not_found = 0
         self._causes: Counter[str] = Counter()
         self.explained: list[str] = []
         self._held: Message | None = None
@@ -64,6 +66,7 @@ class Tally:
     def rename(self, unknown: str, cause: str) -> None:
         """Note that steps lost to ``unknown`` were lost to ``cause``."""
         self._causes[cause] += self._causes.pop(unknown, 0)
+        self.not_found = 0
 
     def explain(self, cause: str) -> None:
         """Note that ``cause`` was explained."""
@@ -113,7 +116,11 @@ class Tally:
             counts.append(f"{self.not_finite} of {steps} had a loss, a gradient or a weight that is not finite")
         head = ", ".join(counts)
         if self.explained:
-            return f"{head}; {self._cause(lost)}."
+            also = f"; of {self.not_found} of these it was not found" if self.not_found else ""
+            return f"{head}; {self._cause(lost)}{also}."
+        if self.not_found:
+            of_which = "" if self.not_found >= lost else f" of {self.not_found} of these"
+            return f"{head}; the cause{of_which} was not found."
         if self._is_mostly_lost or self.not_finite:
             return f"{head}; the cause was not found."
         return f"{head} while the loss scale came down to {self.scale:g}: that is normal."

@@ -26,6 +26,7 @@ class WeightWatch:
         back_off: Which of the last steps were skipped.
         losses: Those of the blocks since the last step.
         is_lost: Whether the step to come is known to be lost: its loss or a gradient is not finite.
+        has_finite_loss: Whether the losses of the last step were finite, if it was made.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -34,11 +35,12 @@ class WeightWatch:
         self.back_off = BackOff()
         self.losses: list[torch.Tensor] = []
         self.is_lost = False
+        self.has_finite_loss = True
         self._look(optimizer)
 
     def _look(self, optimizer: Optimizer) -> None:
         """Look at the weights as something other than a step has written them. One host sync."""
-        self.watched, sizes = _examine(optimizer)
+        self.watched, _, sizes = _examine(optimizer, [])
         self.versions = _versions(optimizer)
         self.history.begin(sizes)
 
@@ -57,10 +59,14 @@ class WeightWatch:
         self.is_lost = False
 
     def after(self, optimizer: Optimizer) -> list[Message]:
-        """Look at what a step wrote (one host sync a device), and at its numbers the first time; what is to be told."""
+        """Look at what a step wrote and at its losses (one host sync a device), and at its numbers the first time.
+
+        Returns:
+            What is to be told of that.
+        """
         written = None
         if self.watched:
-            self.watched, sizes = _examine(optimizer)
+            self.watched, self.has_finite_loss, sizes = _examine(optimizer, self.losses)
             self.history.add(sizes, optimizer)
             if not self.watched and not self.is_lost:  # otherwise the fault was told
                 written = first_written(optimizer)
@@ -79,13 +85,14 @@ class WeightWatch:
         return messages
 
 
-def _examine(optimizer: Optimizer) -> tuple[bool, list[Sizes]]:
-    """Whether all weights that ``optimizer`` steps, the halves of masters too, and all its state are finite.
+def _examine(optimizer: Optimizer, losses: list[torch.Tensor]) -> tuple[bool, bool, list[Sizes]]:
+    """Look at all weights that ``optimizer`` steps, the halves of masters too, at all its state, and at ``losses``.
 
-    Reads the device: one host sync each.
+    Reads each device: one host sync each.
 
     Returns:
-        That, and how large the weights are, which stays on the device.
+        Whether weights and state are finite, whether the losses are, and how large the weights are, which stays on the
+        device.
     """
     stepped: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     others: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -105,8 +112,16 @@ def _examine(optimizer: Optimizer) -> tuple[bool, list[Sizes]]:
         sizes.append(Sizes([id(tensor) for tensor in tensors], largest_of_each))
     for (device, _), tensors in others.items():
         flags.setdefault(device, []).append(torch.isfinite(_largest_of_each(tensors)).all())
-    finite = all(bool(torch.stack(found).all()) for found in flags.values())
-    return finite, sizes
+    counts = {device: len(found) for device, found in flags.items()}
+    for loss in losses:
+        flags.setdefault(loss.device, []).append(torch.isfinite(loss).all())
+    weights_are_finite = losses_are_finite = True
+    for device, found in flags.items():
+        seen = torch.stack(found).tolist()
+        count = counts.get(device, 0)
+        weights_are_finite = weights_are_finite and all(seen[:count])
+        losses_are_finite = losses_are_finite and all(seen[count:])
+    return weights_are_finite, losses_are_finite, sizes
 
 
 def _largest_of_each(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -84,6 +84,22 @@ def square(y):
     return y.float().pow(2).mean()
 
 
+def mean_of_what_is_large(y):
+    mask = (y.detach() > 0.2).float()
+    return (y.float().pow(2) * mask).sum() / mask.sum()
+
+
+def cross_entropy_of_what_is_large(y):
+    target = torch.where(y.detach()[:, 0] > 0.2, 1, -100)  # -100 is left out
+    return F.cross_entropy(y.float(), target)
+
+
+def as_replica():
+    model = Layer()
+    model._is_replica = True  # of DataParallel
+    return model
+
+
 def adam(parameters):
     return torch.optim.Adam(parameters, lr=1e-3)
 
@@ -238,6 +254,31 @@ FAULTS = {
         r"^40 of 40 steps were skipped; the cause is .*cross_entropy.*\.$",
         loss=lambda y: F.cross_entropy(y.float(), torch.tensor([0, 1, 2, 3]), INFINITE),
         count=2,
+    ),
+    "a mask that leaves nothing, once": Fault(
+        {"head": "Step 31 was skipped: the loss is nan. The gradient that came into the model was not finite already"},
+        r"^1 of 40 steps was skipped; the cause was not found\.$",
+        model=lambda: Layer(lambda y: y, weight=0.1),
+        batch=lambda step: torch.full((4, 8), 0.0 if step == 31 else 0.5),
+        loss=mean_of_what_is_large,
+    ),
+    "a loss of nothing, with gradients of 0": Fault(
+        {
+            "head": "Step 31 was made, with finite gradients, although its loss is nan.",
+            "next head": "Step 32: the loss is nan.",
+            "next line": "F.cross_entropy(y.float(), target)",
+        },
+        r"^10 of 40 steps had a loss, a gradient or a weight that is not finite; the cause is .*cross_entropy.*\.$",
+        batch=lambda step: torch.full((4, 8), 0.0 if step > 30 else 0.5),
+        model=lambda: Layer(weight=0.1),
+        loss=cross_entropy_of_what_is_large,
+        count=2,
+    ),
+    "what cannot be run again": Fault(
+        {"head": "Step 1 was skipped: the loss is nan. No forward of an initialized model could be run again"},
+        r"^40 of 40 steps were skipped; the cause was not found\.$",
+        model=as_replica,
+        batch=lambda step: torch.full((4, 8), 1e6),
     ),
     # -- the backward pass ---------------------------------------------------------------------------------------------
     "a loss that is too large": Fault(
