@@ -25,7 +25,7 @@ from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.loss_watch import LossWatch
 from ampcompat.tools.explain.messages import Message
 from ampcompat.tools.explain.numbers import optimizer_name
-from ampcompat.tools.explain.probe import Event
+from ampcompat.tools.explain.probe import ARGUMENT, GIVEN, Event
 from ampcompat.tools.explain.replay import Finding, replay, runs_alone
 from ampcompat.tools.explain.tally import Tally
 from ampcompat.tools.explain.weight_watch import WeightWatch
@@ -251,9 +251,7 @@ class OverflowExplainer:
             try:
                 finding = replay(forward, model, backward)
             except Exception as problem:  # the run that is observed must go on whatever happens here
-                told = f"the batch could not be run again: {type(problem).__name__}: {problem}"
-                self._emit(Message("note", told))
-                self._count()
+                self._tell_of_failure(problem, is_fault)
                 return
             findings.append(finding)
             if finding.event is not None:
@@ -268,7 +266,8 @@ class OverflowExplainer:
         if event.op == "parameter" and self.lost_by:
             self.tally.lose(self.lost_by)  # that step was told, or the fault that came before it
             return
-        growth = self._growth()
+        was_given = event.op in (*GIVEN, ARGUMENT)
+        growth = None if was_given else self._growth()
         cause = place_of(finding, event) if growth is None else growth.cause
         self.last_cause = cause
         self.tally.lose(cause)
@@ -287,6 +286,16 @@ class OverflowExplainer:
             self.lost_by = cause
         self.tally.explain(cause)
         self._emit(message)
+        self._count()
+
+    def _tell_of_failure(self, problem: Exception, is_fault: bool) -> None:
+        """Tell that a batch could not be run again, unless the scale may just be on its way down."""
+        if not is_fault:
+            self._look_at_one_less()
+            return
+        self.tally.not_found += 1
+        told = f"the batch could not be run again: {type(problem).__name__}: {problem}"
+        self._emit(Message("note", told))
         self._count()
 
     def _tell_of_outside(self, head: str, findings: list[Finding], step: int, is_fault: bool) -> None:

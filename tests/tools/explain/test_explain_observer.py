@@ -261,6 +261,7 @@ def test_a_batch_that_cannot_be_run_again_does_not_stop_the_run(capsys):
     explain_overflows()
     make_step(optimizer, model(torch.full((2, 4), float("nan"))).mean())
     assert "could not be run again: RuntimeError: only once" in capsys.readouterr().err
+    assert last_words()[-1].head == "1 of 1 step was skipped; the cause was not found."
     assert observers()
     assert torch.is_autocast_enabled("cpu")
 

@@ -173,6 +173,13 @@ FAULTS = {
         batch=once(float("nan")),
         loss=lambda y: (y.float() * 300).sum(),
     ),
+    "a NaN in a batch, while weights grow": Fault(
+        {"what": "input 0 was not finite before the forward: 1 of 32 values", "hint": "look at the data loader"},
+        r"the cause( of \d+ of these)? is input 0 of Layer, which was not finite\.$",
+        batch=once(float("nan"), at=4),
+        optimizer=sgd(20.0),
+        steps=4,
+    ),
     "an outlier in a batch": Fault(
         {
             "head": "Step 31 was skipped",
