@@ -205,13 +205,20 @@ class _Runner:
 
     def _show_log(self, log: Path) -> None:
         """Show the last lines of the script's output, those of each kind once."""
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
+        lines = _end_of(log.read_text(encoding="utf-8", errors="replace").splitlines())
         where = f" ({log})" if self.keep_logs else ""
         if lines in self._shown:
             emit(f"its output ends as above{where}", error=True)
             return
         self._shown.append(lines)
         emit("\n".join([f"last lines of its output{where}:", *("  | " + line for line in lines)]), error=True)
+
+
+def _end_of(lines: list[str]) -> list[str]:
+    """The last lines; of a traceback, no line before it."""
+    last = lines[-LOG_LINES:]
+    starts = [at for at, line in enumerate(last) if line.startswith("Traceback (most recent call last)")]
+    return last[starts[0] :] if starts else last
 
 
 def _next_lines(results: Sequence[Result], args: argparse.Namespace) -> list[str]:

@@ -165,6 +165,12 @@ def test_an_output_that_ends_as_another_did_is_shown_once(monkeypatch, capsys):
     assert "its output ends as above" in said
 
 
+def test_the_end_of_an_output_is_its_traceback():
+    trace = ["Traceback (most recent call last):", "  File", "KeyError: 1"]
+    assert parity._end_of(["opt_level : O1", *trace]) == trace
+    assert parity._end_of([str(number) for number in range(99)])[0] == "84"
+
+
 def test_steps_are_counted_on_a_terminal(monkeypatch, capsys):
     def run_level(level, options, folder, skips=(), on_step=None):
         on_step(1)
