@@ -151,12 +151,12 @@ class OverflowExplainer:
         else:
             watch.back_off.add(False)
             self.tally.not_finite += was_lost
-            self._look_at_weights(optimizer, watch)
+            self._look_at_made_step(optimizer, watch)
         watch.end_step()
         self._forget(optimizer)
 
-    def _look_at_weights(self, optimizer: Optimizer, watch: WeightWatch) -> None:
-        """Tell of weights that the step has written and that are not finite."""
+    def _look_at_made_step(self, optimizer: Optimizer, watch: WeightWatch) -> None:
+        """Tell of a loss that is not finite, and of such weights that the step has written."""
         messages = watch.after(optimizer)
         watch.made = watch.seen
         if not watch.has_finite_loss and not watch.is_lost:
