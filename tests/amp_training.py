@@ -6,6 +6,7 @@ from ampcompat import amp
 from ampcompat._state import state
 from ampcompat.amp.observers import observers
 from ampcompat.tools.explain.observer import OverflowExplainer
+from ampcompat.tools.explain.tally import Tally
 
 
 def initialized(model, level, lr=0.1, **options):
@@ -39,3 +40,9 @@ def explainer():
     """The observer that ``amp.explain_overflows`` has put in place."""
     (found,) = [one for one in observers() if isinstance(one, OverflowExplainer)]
     return found
+
+
+def last_words():
+    """What explain would write if the run ended here: a verdict, and before it what was held back."""
+    (tally,) = [one for one in observers() if isinstance(one, Tally)]
+    return tally.last_words()

@@ -60,7 +60,7 @@ def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple
     the level of the environment does not allow is dropped. Returns also the half dtype in force.
     """
     level_from_env = os.environ.get("AMPCOMPAT_OPT_LEVEL") or None
-    level = _checked_level(level_from_env or opt_level)
+    level = _checked_level(opt_level) if level_from_env is None else _checked_level(level_from_env, from_env=True)
     dtype_from_env = _dtype_from_env()
     accepted = _accepted_overrides(level, overrides, drops_refused=level_from_env is not None)
     half_dtype = dtype_from_env or _overriding_dtype(accepted) or LEVELS[level].half_dtype
@@ -81,12 +81,14 @@ def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple
     return properties, half_dtype
 
 
-def _checked_level(level: object) -> str:
+def _checked_level(level: object, from_env: bool = False) -> str:
     if isinstance(level, str) and level in LEVELS:
         return level
     meant = f"O{str(level).lstrip('oO0') or '0'}"
     hint = f" Did you mean {meant!r}, with the letter O (as in Optimization)?" if meant in LEVELS else ""
     options = ", ".join(map(repr, LEVELS))
+    if from_env:
+        raise RuntimeError(f"AMPCOMPAT_OPT_LEVEL={level!r} - it must be one of {options} - set one of these.{hint}")
     raise RuntimeError(
         f"Unexpected optimization level {level!r} - options are {options}.{hint} Pass one of these as opt_level."
     )

@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from ampcompat import __version__
 from ampcompat.cli._completion import SHELLS, PrintCompletion
+from ampcompat.cli._emit import emit
 
 __all__ = ["main"]
 
@@ -32,8 +33,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: that of the process) and return the exit status.
 
     Bad usage raises SystemExit with status 2, as argparse does; what a script raises under ``run`` is let through.
+    Ctrl-C ends any other command with one line and status 130.
     """
     ours = list(sys.argv[1:] if argv is None else argv)
+    command = ours[0] if ours else ""
+    try:
+        return _main(ours)
+    except KeyboardInterrupt:
+        if command == "run":
+            raise  # the script's, which ends as under python
+        emit(f"ampcompat {command}: interrupted", error=True)
+        return 130
+
+
+def _main(ours: list[str]) -> int:
     target: list[str] = []
     if ours and ours[0] in RUN_SCRIPTS:
         ours, target = importlib.import_module(f"{__name__}.{ours[0]}").split(ours)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shlex
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,15 +17,15 @@ from ampcompat.cli import run as run_command
 from ampcompat.cli import torch_version
 from ampcompat.cli._emit import emit, painted
 from ampcompat.cli._options import Gone
+from ampcompat.tools import script
 from ampcompat.tools.parity.compare import Result, Tolerance, judge
-from ampcompat.tools.parity.levels import Level, read_levels
+from ampcompat.tools.parity.levels import REFERENCE, Level, read_levels
 from ampcompat.tools.parity.runs import Options, Run, run_level
 from ampcompat.tools.parity.save import passed, save_csv, save_json
 from ampcompat.tools.parity.table import table
 
 TAKES_VALUE = (
-    "--opt-levels",
-    "--dtypes",
+    "--opt-level",
     "--dtype",
     "--steps",
     "--seed",
@@ -59,10 +61,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--opt-levels", help=f"comma-separated; all are judged (default: {LEVELS}, of which O3 is shown and not judged)"
+        "--opt-level",
+        metavar="LEVELS",
+        help=f"comma-separated; all are judged (default: {LEVELS}, of which O3 is shown and not judged)",
     )
     parser.add_argument(
-        "--dtypes", "--dtype", default="fp16", help="half dtypes, fp16,bf16 for both (default: %(default)s)"
+        "--dtype", metavar="DTYPES", default="fp16", help="half dtypes, fp16,bf16 for both (default: %(default)s)"
     )
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each run (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of Python, numpy and torch (default: %(default)s)")
@@ -72,6 +76,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--timeout", type=float, default=600, help="seconds without a step that end a run; 0: never (%(default)s)"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write parity.json, .csv, .png and the logs there")
+    parser.add_argument("--opt-levels", action=Gone, instead="use --opt-level O1,O2")
+    parser.add_argument("--dtypes", action=Gone, instead="use --dtype fp16,bf16")
     parser.add_argument("--smooth", action=Gone, instead="allow noisy losses more with --rtol")
     parser.add_argument("--keep-fp32", action=Gone, instead="set AMPCOMPAT_KEEP_FP32=a,b, which every run inherits")
     parser.set_defaults(main=main, parser=parser)
@@ -82,7 +88,7 @@ def main(args: argparse.Namespace) -> int:
     """Run all levels, print the table, and return the exit status."""
     levels = _checked(args)
     target: list[str] = args.target
-    if not run_command.can_open(target[0]):
+    if not run_command.can_open(target[0]) or not _can_start(target):
         return 2
     if args.out is not None:
         try:
@@ -93,11 +99,11 @@ def main(args: argparse.Namespace) -> int:
     tolerance = Tolerance(args.rtol, args.atol)
     with ExitStack() as stack:
         folder: Path = args.out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ampcompat-parity-")))
-        runs = _run_all(levels, options, folder, keep_logs=args.out is not None)
-        results = judge(runs, tolerance, () if args.opt_levels else ("O3",))
+        runs = _Runner(options, folder, keep_logs=args.out is not None).run_all(levels)
+        results = judge(runs, tolerance, () if args.opt_level else ("O3",))
         emit("\n" + table(results, tolerance, painted))
-        for command in _next_commands(results, args):
-            emit(f"next: {command}")
+        for line in _next_lines(results, args):
+            emit(line)
         if args.out:
             _save(args.out, results, args, tolerance)
     if any(run.ending == "interrupted" for run in runs):
@@ -113,52 +119,147 @@ def _checked(args: argparse.Namespace) -> list[Level]:
     if args.steps < 1 or not all(value >= 0 for value in (args.rtol, args.atol, args.timeout)):
         args.parser.error("--steps must be 1 or more; --rtol, --atol and --timeout 0 or more")
     try:
-        return read_levels(LEVELS if args.opt_levels is None else args.opt_levels, args.dtypes)
+        return read_levels(LEVELS if args.opt_level is None else args.opt_level, args.dtype)
     except ValueError as problem:
         args.parser.error(str(problem))
         raise  # not reached: error() exits
 
 
-def _run_all(levels: Sequence[Level], options: Options, folder: Path, keep_logs: bool) -> list[Run]:
-    """The runs, one after the other; none after an interrupted one, or after a reference that is of no use."""
-    runs: list[Run] = []
-    for level in levels:
-        emit(f"{level.name}: running", error=True)
-        run = run_level(level, options, folder)
-        emit(_summary(run), error=True)
-        runs.append(run)
+def _can_start(target: Sequence[str]) -> bool:
+    """Whether there is such a module, or a ``__main__.py`` in such a folder; if not, that is said in python's words."""
+    problem = ""
+    if target[0] == "-m" and not _is_module(target[1]):
+        problem = f"No module named {target[1]}"
+    elif os.path.isdir(target[0]) and not os.path.isfile(os.path.join(target[0], "__main__.py")):
+        problem = f"can't find '__main__' module in {target[0]!r}"
+    if problem:
+        emit(f"{sys.orig_argv[0]}: {problem}", error=True)
+    return not problem
+
+
+def _is_module(name: str) -> bool:
+    """Whether ``python -m name`` finds something here."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+    finally:
+        sys.path.remove(os.getcwd())
+
+
+class _Runner:
+    """Runs levels, one after the other, and says on standard error what happens.
+
+    Args:
+        options: The settings of all runs.
+        folder: For logs and journals.
+        keep_logs: Whether they stay there.
+    """
+
+    def __init__(self, options: Options, folder: Path, keep_logs: bool) -> None:
+        self.options, self.folder, self.keep_logs = options, folder, keep_logs
+        self._shown: list[list[str]] = []
+        self._with_skips: dict[tuple[int, ...], Run] = {}
+
+    def run_all(self, levels: Sequence[Level]) -> list[Run]:
+        """The runs; none after an interrupted one, or after a reference that is of no use."""
+        runs: list[Run] = []
+        for level in levels:
+            run = self._run(level, level.name)
+            runs.append(run)
+            if run.ending == "interrupted":
+                break
+            if not runs[0].is_comparable:
+                emit("no other level runs: there is nothing to compare it with", error=True)
+                break
+            skipped = tuple(run.skipped_steps)
+            if len(runs) > 1 and skipped and len(skipped) < len(run.steps):
+                reference = self._reference_with(skipped)
+                if reference.ending == "interrupted":
+                    run.ending = "interrupted"
+                    break
+                run.reference = reference if reference.is_comparable else None
+        return runs
+
+    def _reference_with(self, skips: tuple[int, ...]) -> Run:
+        """A run of the reference that skips the same steps."""
+        if skips not in self._with_skips:
+            count = f"{len(skips)} step{'s' if len(skips) > 1 else ''}"
+            self._with_skips[skips] = self._run(REFERENCE, f"{REFERENCE.name} without {count}", skips)
+        return self._with_skips[skips]
+
+    def _run(self, level: Level, name: str, skips: Sequence[int] = ()) -> Run:
+        is_terminal = sys.stderr.isatty()
+        emit(f"{name}: running", error=True, end="" if is_terminal else "\n")
+
+        def show(number: int) -> None:
+            if is_terminal:
+                emit(f"\r\x1b[K{name}: step {number} of {self.options.steps}", error=True, end="")
+
+        run = run_level(level, self.options, self.folder, skips=skips, on_step=show)
+        emit(("\r\x1b[K" if is_terminal else "") + f"{name}: {_summary(run)}", error=True)
         if run.ending in ("crashed", "stalled") and run.log:
-            lines = Path(run.log).read_text(encoding="utf-8", errors="replace").splitlines()
-            where = f" ({run.log})" if keep_logs else ""
-            emit(
-                "\n".join([f"last lines of its output{where}:", *("  | " + s for s in lines[-LOG_LINES:])]), error=True
-            )
-        if run.ending == "interrupted":
-            break
-        if not runs[0].is_comparable:
-            emit("no other level runs: there is nothing to compare it with", error=True)
-            break
-    return runs
+            self._show_log(Path(run.log))
+        return run
+
+    def _show_log(self, log: Path) -> None:
+        """Show the last lines of the script's output, those of each kind once."""
+        lines = _end_of(log.read_text(encoding="utf-8", errors="replace").splitlines())
+        where = f" ({log})" if self.keep_logs else ""
+        if lines in self._shown:
+            emit(f"its output ends as above{where}", error=True)
+            return
+        self._shown.append(lines)
+        emit("\n".join([f"last lines of its output{where}:", *("  | " + line for line in lines)]), error=True)
 
 
-def _next_commands(results: Sequence[Result], args: argparse.Namespace) -> list[str]:
-    """The command that explains where a loss is not finite, for each such level."""
-    commands = []
-    for result in results[1:]:
+def _end_of(lines: list[str]) -> list[str]:
+    """The last lines; of a traceback, no line before it."""
+    last = lines[-LOG_LINES:]
+    starts = [at for at, line in enumerate(last) if line.startswith("Traceback (most recent call last)")]
+    return last[starts[0] :] if starts else last
+
+
+def _next_lines(results: Sequence[Result], args: argparse.Namespace) -> list[str]:
+    """What to run next: explain where a loss is not finite, check where it is finite and too far from O0's."""
+    reference, *others = results
+    if reference.run.first_not_finite:
+        return []
+    lines = []
+    for result in others:
         level = result.run.level
-        if result.run.first_not_finite and not results[0].run.first_not_finite:
+        if result.run.first_not_finite or result.is_without_update:
             words = ["ampcompat", "run", "--explain", "--opt-level", level.opt_level]
             words += ["--dtype", "bf16"] if level.dtype == "bfloat16" else []
-            commands.append(shlex.join([*words, *args.target]))
-    return commands
+            lines.append(f"next: {shlex.join([*words, *args.target])}")
+    is_off = any(result.judged and result.is_off for result in others)
+    if is_off and not lines and args.target[0] not in script.WORDS:
+        lines = _of_check(args.target[0])
+    return lines
+
+
+def _of_check(path: str) -> list[str]:
+    """The command that looks for mistakes in the script, and those that it finds."""
+    from ampcompat.tools.check import scan
+    from ampcompat.tools.check.config import read_config
+
+    lines = [f"next: {shlex.join(['ampcompat', 'check', path])}"]
+    try:
+        report = scan(path, read_config([path]))
+    except (OSError, ValueError):
+        return lines
+    mistakes = [one for one in report.findings if one.kind == "trap" and one.level in ("error", "warning")]
+    return lines + [f"  {path}:{one.line}: {one.level}: {one.note}" for one in mistakes]
 
 
 def _summary(run: Run) -> str:
-    """As in "O1 fp16: 20 steps, 12.5 steps/s, 1 skipped"."""
+    """As in "20 steps, 12.5 steps/s, 1 skipped"."""
     seconds = run.seconds_per_step
     rate = f", {1 / seconds:.3g} steps/s" if seconds else ""
     reason = f"; {run.message}" if run.message else ""
-    return f"{run.level.name}: {len(run.steps)} steps{rate}, {len(run.skipped_steps)} skipped{reason}"
+    steps = f"{len(run.steps)} step{'' if len(run.steps) == 1 else 's'}"
+    return f"{steps}{rate}, {len(run.skipped_steps)} skipped{reason}"
 
 
 def _save(folder: Path, results: Sequence[Result], args: argparse.Namespace, tolerance: Tolerance) -> None:

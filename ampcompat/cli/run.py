@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ampcompat.cli._emit import emit
-from ampcompat.cli._options import Gone
+from ampcompat.cli._options import Gone, level_names, opt_level
 from ampcompat.tools import script
 from ampcompat.tools.dtypes import SPELLINGS
-from ampcompat.tools.parity.levels import OPT_LEVELS
+from ampcompat.tools.paths import why_not_writable
 
 if TYPE_CHECKING:
     from ampcompat.tools.report import PrecisionReport
@@ -48,7 +48,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--opt-level", choices=OPT_LEVELS, help="overrides the opt_level that the script asks for")
+    parser.add_argument(
+        "--opt-level", type=opt_level, choices=level_names(), help="overrides the opt_level that the script asks for"
+    )
     parser.add_argument("--dtype", choices=sorted(SPELLINGS), help="the half dtype")
     parser.add_argument(
         "--keep-fp32", metavar="PATTERNS", help="modules that stay float32: names or shell patterns, a,b"
@@ -57,9 +59,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--explain",
         metavar="HOW",
         nargs="?",
-        const="1",
-        help="explain overflows on standard error: which op, which line, what to do. --explain=first ends the script"
-        " after the first; --explain=json writes a line of JSON each",
+        const="",
+        help="explain on standard error why steps are lost: which op, which line, what to do, and a verdict at the end."
+        " --explain=N explains N faults in place of three; --explain=first ends the script after the first;"
+        " --explain=json writes a line of JSON each",
     )
     parser.add_argument(
         "--report",
@@ -78,7 +81,7 @@ def main(args: argparse.Namespace) -> int:
     """Run ``args.target``; what it raises is let through, with a traceback that begins at the script."""
     check_target(args)
     _check_options(args)
-    if args.explain == "1" and _is_how(args.target[0]):
+    if args.explain == "" and _is_how(args.target[0]):
         how = args.target[0]
         args.parser.error(f"--explain {how} - the word is a part of the option - write --explain={how}")
     if args.opt_level:
@@ -104,7 +107,7 @@ def check_target(args: argparse.Namespace) -> None:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Refuse ``--keep-fp32`` without a pattern, and a ``--report`` whose file is the next word, or has no folder."""
+    """Refuse ``--keep-fp32`` without a pattern, and a ``--report`` whose file is the next word or cannot be written."""
     if args.keep_fp32 is not None and not args.keep_fp32.replace(",", "").strip():
         args.parser.error(f"--keep-fp32 {args.keep_fp32!r} - it names no module - name some, such as 'decoder.*,head'")
     if args.report is None:
@@ -112,8 +115,9 @@ def _check_options(args: argparse.Namespace) -> None:
     if args.report == "" and _is_report(args.target):
         file = args.target[0]
         args.parser.error(f"--report {file} - the file is a part of the option - write --report={file}")
-    if not os.path.isdir(os.path.dirname(os.path.abspath(args.report))):
-        args.parser.error(f"--report={args.report!r} - its folder does not exist - name a file in one that does")
+    problem = why_not_writable(args.report) if args.report else ""
+    if problem:
+        args.parser.error(f"--report={args.report!r} - {problem} - name a file that can be written")
 
 
 def _is_report(target: Sequence[str]) -> bool:
@@ -124,17 +128,17 @@ def _is_report(target: Sequence[str]) -> bool:
 
 def _explain(args: argparse.Namespace) -> None:
     """Explain overflows in this process."""
-    from ampcompat.tools.explain import explain_as
+    from ampcompat.tools.explain import LIMIT, explain_as
 
     try:
-        explain_as(args.explain)
+        explain_as(args.explain or str(LIMIT))
     except ValueError as problem:
         args.parser.error(f"--{problem}")
 
 
 def _is_how(target: str) -> bool:
     """Whether ``target``, which is not a file, is what ``--explain=`` takes."""
-    return target in ("1", "first", "json") and not os.path.exists(target)
+    return (target.isdecimal() or target in ("first", "json")) and not os.path.exists(target)
 
 
 @contextmanager
@@ -162,7 +166,7 @@ def _of_children(given: Sequence[str]) -> str:
         return ""
     inherited = [option for option in given if option != "--explain"]
     told = f" - processes that it started inherited {', '.join(inherited)}" if inherited else ""
-    return told + (" - AMPCOMPAT_EXPLAIN=1 in the environment explains in each process" if "--explain" in given else "")
+    return told + (" - AMPCOMPAT_EXPLAIN=3 in the environment explains in each process" if "--explain" in given else "")
 
 
 def _is_given(args: argparse.Namespace, option: str) -> bool:

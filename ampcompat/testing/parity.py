@@ -9,11 +9,11 @@ from typing import SupportsFloat
 import torch
 
 from ampcompat.testing.report import failure
-from ampcompat.tools.core import LossScaler, Optimizer, observing, reset, wrap_step
+from ampcompat.tools.core import LEVELS, observing, reset
 from ampcompat.tools.generators import random_state, seed_all, set_random_state
 from ampcompat.tools.parity.compare import Deviation, Tolerance, compare
-from ampcompat.tools.parity.levels import OPT_LEVELS
 from ampcompat.tools.recording.recorder import Recorder
+from ampcompat.tools.recording.skips import Skips
 from ampcompat.tools.recording.steps import Step
 
 __all__ = ["assert_opt_level_parity"]
@@ -56,9 +56,10 @@ def assert_opt_level_parity(
     amp is reset before each level and at the end: what an earlier ``amp.initialize`` did to torch is undone, and each
     level starts from an unchanged torch.
     """
+    __tracebackhide__ = True  # pytest shows the call and the message, not these lines
     for level in (reference, *levels):
-        if level not in OPT_LEVELS:
-            raise ValueError(f"{level!r} is not an opt_level - it must be one of {', '.join(OPT_LEVELS)} - pass these.")
+        if level not in LEVELS:
+            raise ValueError(f"{level!r} is not an opt_level - it must be one of {', '.join(LEVELS)} - pass these.")
     if not levels or not (rtol >= 0 and atol >= 0):
         raise ValueError(
             f"levels={levels!r}, rtol={rtol!r}, atol={atol!r} - there must be a level, and no negative tolerance"
@@ -95,7 +96,7 @@ def _losses(
     reset()
     recorder = Recorder(recorded.append, measure=True)
     try:
-        with _seeded(seed), observing(recorder), observing(_Skips(recorder, skips)):
+        with _seeded(seed), observing(recorder), observing(Skips(recorder, skips)):
             returned = train(level)
             losses = None if returned is None else [float(loss) for loss in returned]
     finally:
@@ -108,25 +109,6 @@ def _losses(
             f" made {len(recorded)} optimizer steps after a scale_loss block - return the losses, or train with amp."
         )
     return losses, tuple(step.step for step in recorded if step.skipped)
-
-
-class _Skips:
-    """An observer that has the steps numbered ``steps`` (over all optimizers) skipped, as after an overflow.
-
-    They cost a level an update each, from there on: the price of finding the loss scale, not a loss of precision.
-    """
-
-    def __init__(self, recorder: Recorder, steps: tuple[int, ...]) -> None:
-        self._recorder = recorder
-        self._steps = steps
-
-    def on_scale_loss(self, loss: torch.Tensor, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
-        """Take hold of the optimizers' ``step``, which comes after their first block."""
-        for optimizer in optimizers:
-            wrap_step(optimizer, self._must_skip)
-
-    def _must_skip(self, _optimizer: Optimizer) -> bool:
-        return self._recorder.steps + 1 in self._steps
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from ampcompat.amp.half.masters import Master as Master
 from ampcompat.amp.half.masters import master_of as master_of
 from ampcompat.amp.half.record import masters_of as masters_of
 from ampcompat.amp.hints import add_hint as add_hint
+from ampcompat.amp.levels import LEVELS as LEVELS
 from ampcompat.amp.observers import notify as notify
 from ampcompat.amp.observers import observers as observers
 from ampcompat.amp.observers import observing as observing
@@ -40,7 +41,7 @@ from ampcompat.amp.scaling import closures as _closures
 from ampcompat.amp.scaling import optimizer as _optimizer
 from ampcompat.amp.scaling.scaler import LossScaler as LossScaler
 
-__all__ = ["HALF_DTYPES", "Args", "CastsOff", "Kwargs", "LatestCall", "LossScaler"]
+__all__ = ["HALF_DTYPES", "LEVELS", "Args", "CastsOff", "Kwargs", "LatestCall", "LossScaler"]
 __all__ += ["Master", "ModelPolicy", "Numbers", "Optimizer", "ParamGroup", "SkipFlag"]
 __all__ += ["add_hint", "at_reset", "boundary_of", "casts_hold_on", "first_scaler", "in_autocast_region"]
 __all__ += ["in_disable_casts", "is_replica", "latest_call", "live_models", "map_tree", "master_of"]

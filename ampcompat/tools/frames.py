@@ -59,13 +59,14 @@ def script_line(
     return None
 
 
-def hide_tools(trace: TracebackType | None, all_of_ours: bool = False) -> TracebackType | None:
+def hide_tools(trace: TracebackType | None, all_of_ours: bool = False, last_too: bool = False) -> TracebackType | None:
     """Take the frames of tools out of ``trace``, in place, and the frames of torch that come with them.
 
     Args:
         trace: Of an error.
         all_of_ours: Take out every frame of ampcompat that a frame of the script's comes after, as those of an
             initialized model's forward.
+        last_too: With it, take out those that no frame of the script's comes after too.
 
     Returns:
         The first frame that stays.
@@ -85,7 +86,7 @@ def hide_tools(trace: TracebackType | None, all_of_ours: bool = False) -> Traceb
         if file.startswith(hidden):
             after_hidden = True
             continue
-        if all_of_ours and file.startswith(_OURS) and at < last_of_script:
+        if all_of_ours and file.startswith(_OURS) and (at < last_of_script or last_too):
             continue
         # A function of torch's that asks a mode is entered once more from there.
         if after_hidden and stay and file.startswith(_TORCH) and stay[-1].tb_frame.f_code is entry.tb_frame.f_code:

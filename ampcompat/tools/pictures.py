@@ -18,6 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from ampcompat.tools.core import LEVELS
 from ampcompat.tools.parity.compare import Result, Tolerance
 from ampcompat.tools.recording.steps import Step
 
@@ -55,10 +56,10 @@ def loss_scales(steps: Sequence[Step]) -> str:
 
 
 # -- parity.png: losses, their deviation from O0, and the loss scale with its skipped steps ----------------------------
-#: Okabe and Ito's colours, which the colour-blind can tell apart; O0 is black, a level keeps its colour in each dtype.
-COLOURS = {"O0": "#000000", "O1": "#0072B2", "O2": "#D55E00", "O3": "#009E73", "O4": "#56B4E9", "O5": "#E69F00"}
-#: Later levels are drawn over earlier ones, thinner, so that curves that coincide can be told from missing ones.
-WIDTHS = {"O0": 3.2, "O1": 2.2, "O4": 2.0, "O2": 1.4, "O5": 1.2, "O3": 0.9}
+#: Okabe and Ito's colours, which the colour-blind can tell apart; a level keeps its colour in each dtype.
+PALETTE = ("#000000", "#0072B2", "#D55E00", "#009E73", "#56B4E9", "#E69F00", "#CC79A7", "#F0E442")
+#: Later runs are drawn over earlier ones, thinner, so that curves that coincide can be told from missing ones.
+WIDEST, THINNEST = 3.2, 0.9
 LABELS = ("loss", "relative deviation\nfrom O0", "loss scale")
 #: A deviation of 0 is drawn here: the axis is logarithmic.
 SMALLEST = 1e-8
@@ -88,16 +89,22 @@ def save_comparison(path: Path, results: Sequence[Result], tolerance: Tolerance,
         figure.savefig(path)
 
 
+def colour_of(opt_level: str) -> str:
+    """The colour of a level: by its place in amp's table."""
+    return PALETTE[list(LEVELS).index(opt_level) % len(PALETTE)]
+
+
 def _draw(panels: Sequence[Axes], result: Result, optimizer: int, row: int) -> None:
     """Draw the curves of one level; steps without a finite loss are marked in the row numbered ``row`` from above."""
     losses, deviation, scale = panels
     level = result.run.level
-    colour = COLOURS[level.opt_level]
+    colour = colour_of(level.opt_level)
+    width = max(WIDEST / 1.4**row, THINNEST)
     curve: dict[str, Any] = {
         "color": colour,
         "linestyle": "--" if level.dtype == "bfloat16" else "-",
-        "linewidth": WIDTHS[level.opt_level],
-        "zorder": 5.0 - WIDTHS[level.opt_level],
+        "linewidth": width,
+        "zorder": 5.0 - width,
     }
     steps = [(step, apart) for step, apart in result.steps() if step.optimizer == optimizer]
     apart = [None if one is None else max(one, SMALLEST) for _, one in steps]

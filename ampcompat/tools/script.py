@@ -173,4 +173,5 @@ def _with_hint(error: BaseException, trace: TracebackType | None) -> TracebackTy
 
     if not why_amp_is_unused():
         add_hint(error)
-    return hide_tools(trace, all_of_ours=True)
+    is_about_environment = str(error).startswith("AMPCOMPAT_")  # which of our lines reads it says nothing
+    return hide_tools(trace, all_of_ours=True, last_too=is_about_environment)

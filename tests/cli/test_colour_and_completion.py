@@ -68,7 +68,7 @@ def test_completion_scripts_list_commands_and_options(capsys, shell):
         main(["--print-completion", shell])
     assert end.value.code == 0
     script = capsys.readouterr().out
-    for word in ("parity", "migrate", "env", "keep-fp32", "opt-levels"):
+    for word in ("parity", "migrate", "env", "keep-fp32", "opt-level"):
         assert word in script
 
 

@@ -1,5 +1,8 @@
 """What a mistyped line of ``ampcompat run`` is answered."""
 
+import importlib
+import os
+
 import pytest
 
 from ampcompat.cli import main
@@ -34,7 +37,7 @@ def refusal(capsys, *line):
         (["run", "--optlevel=O2", "train.py"], "--opt-level"),
         (["run", "--keep-fp23", "a", "train.py"], "--keep-fp32"),
         (["run", "--explian", "train.py"], "--explain"),
-        (["parity", "--opt-level", "O2", "train.py"], "--opt-levels"),
+        (["parity", "--opt-lvel", "O2", "train.py"], "--opt-level"),
         (["check", "--fromat", "json"], "--format"),
         (["migrate", "--wriet"], "--write"),
     ],
@@ -89,7 +92,7 @@ def test_a_reports_file_as_a_word_of_its_own_gets_a_hint(capsys, ran, line):
     assert ran == []
 
 
-@pytest.mark.parametrize("words", ["json", "first"])
+@pytest.mark.parametrize("words", ["json", "first", "5"])
 def test_words_of_explain_as_a_word_of_their_own_get_a_hint(capsys, ran, words):
     said = refusal(capsys, "run", "--explain", words, "train.py")
     assert said == (
@@ -113,13 +116,14 @@ def test_a_script_may_be_named_json(ran, monkeypatch, tmp_path):
         (["run"], "no script given"),
         (["run", "-m"], "no script given"),
         (["run", "-c"], "no script given"),
-        (["run", "--opt-level", "02", "train.py"], "invalid choice: '02'"),
+        (["run", "--opt-level", "02", "train.py"], "Did you mean O2, with the letter O?"),
         (
             ["run", "--report=absent/r.html", "train.py"],
-            "--report='absent/r.html' - its folder does not exist - name a file in one that does",
+            "--report='absent/r.html' - its folder does not exist - name a file that can be written",
         ),
-        (["run", "--explain=jsno", "train.py"], "it takes one of the words 1, first and json"),
-        (["run", "--explain=json,ranges", "train.py"], "it takes one of the words 1, first and json"),
+        (["run", "--report=.", "train.py"], "--report='.' - it is a folder - name a file that can be written"),
+        (["run", "--explain=jsno", "train.py"], "it takes a number of faults, first or json"),
+        (["run", "--explain=json,ranges", "train.py"], "it takes a number of faults, first or json"),
         (["run", "--receipt=r.html", "train.py"], "--receipt - there is no such option any more - use --report"),
         ([], "the following arguments are required: COMMAND"),
     ],
@@ -143,3 +147,29 @@ def test_everything_from_the_target_on_is_the_scripts(ran, target, monkeypatch):
     monkeypatch.setenv("AMPCOMPAT_OPT_LEVEL", "")  # put back afterwards
     assert main(["run", "--opt-level", "O2", *target]) == 0
     assert ran == [target]
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_script_runs(capsys, ran, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert "it is not allowed to be written - name a file" in refusal(capsys, "run", "--report=r.html", "train.py")
+    assert ran == []
+
+
+# -- Ctrl-C ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("command", ["check", "migrate", "parity", "test", "env"])
+def test_ctrl_c_ends_a_command_with_one_line(capsys, monkeypatch, command):
+    def interrupted(*_args, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module(f"ampcompat.cli.{command}"), "main", interrupted)
+    assert main([command]) == 130
+    assert capsys.readouterr().err == f"ampcompat {command}: interrupted\n"
+
+
+def test_ctrl_c_is_the_scripts_own_under_run(monkeypatch):
+    def interrupted(_args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module("ampcompat.cli.run"), "main", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main(["run", "train.py"])

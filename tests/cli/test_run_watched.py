@@ -66,16 +66,18 @@ def test_all_options_at_once(tmp_path, run):
     done = run("--explain", "--report=r.html", "--keep-fp32", "1", status=3)
     assert done.returncode == 3, done.stderr
     assert "AMPCOMPAT_KEEP_FP32: '1' keeps 1 in float32." in done.stdout
-    assert "the cast to float16" in done.stderr
+    assert "is too large for float16, to which linear casts it" in done.stderr
     assert "wrote the precision report to r.html" in done.stdout
-    assert "1 of 2 optimizer steps were skipped" in (tmp_path / "r.html").read_text()
+    assert "1 of 2 optimizer steps was skipped" in (tmp_path / "r.html").read_text()
 
 
-def test_a_report_that_fails_does_not_take_the_scripts_place(tmp_path, run):
-    (tmp_path / "r.html").mkdir()
-    done = run("--report=r.html", status=3)
+def test_a_report_that_cannot_be_written_is_printed(tmp_path, ampcompat_run):
+    code = "import os, sys, training; training.train(1); os.mkdir('r.html'); sys.exit(3)"
+    done = ampcompat_run("--report=r.html", "-c", code)
     assert done.returncode == 3
-    assert done.stderr.splitlines()[-1].startswith("ampcompat run: no precision report: ")
+    assert done.stdout.startswith("precision report: opt_level O1")
+    assert "The precision report could not be written to" in done.stdout.splitlines()[-1]
+    assert not list(tmp_path.glob("*.partial"))
 
 
 SPAWNS = """
@@ -165,7 +167,8 @@ def test_explain_as_lines_of_json(run):
     done = run("--explain=json", status=3)
     assert done.returncode == 3
     assert "ampcompat explain" not in done.stdout + done.stderr
-    (fault,) = explained(done.stderr)
+    fault, verdict = explained(done.stderr)
+    assert (verdict["explain"], verdict["steps"], verdict["skipped"]) == ("verdict", 2, 1)
     assert (fault["op"], fault["step"], fault["pass"], fault["largest"]) == ("_to_copy", 2, "forward", 1e6)
     assert {"file", "line", "source", "hints", "module", "dtype"} <= set(fault)
 
@@ -173,7 +176,35 @@ def test_explain_as_lines_of_json(run):
 def test_explain_until_the_first_fault(run):
     done = run("--explain=first", status=3)
     assert done.returncode == 1  # the script's own 3 is never reached
-    assert "the script ends here, after 1 explanation" in done.stderr.splitlines()[-1]
+    end, verdict = done.stderr.splitlines()[-2:]
+    assert "the script ends here, after 1 explanation" in end
+    assert "1 of 2 steps was skipped" in verdict
+
+
+def test_the_last_line_of_explain_is_a_verdict(run):
+    done = run("--explain=5", status=3)
+    assert done.stderr.splitlines()[-1] == (
+        "ampcompat explain: 1 of 2 steps was skipped; the cause is script.py:9 (linear in 0)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "said"),
+    [
+        (
+            ["--keep-fp32", "nosuch"],
+            {},
+            "ValueError: AMPCOMPAT_KEEP_FP32 (--keep-fp32): 'nosuch' - it matches no",
+        ),
+        ([], {"AMPCOMPAT_OPT_LEVEL": "O9"}, "RuntimeError: AMPCOMPAT_OPT_LEVEL='O9' - it must be one of 'O0', 'O1'"),
+    ],
+)
+def test_an_error_about_the_environment_has_no_line_of_ours(run, monkeypatch, options, environment, said):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    done = run(*options)
+    assert done.stderr.splitlines()[-1].startswith(said)
+    assert "ampcompat/amp" not in done.stderr
 
 
 # -- scripts that amp has nothing to do with ---------------------------------------------------------------------------

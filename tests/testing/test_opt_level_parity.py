@@ -145,3 +145,10 @@ def test_bad_arguments_are_refused_before_anything_runs(kwargs, match):
 def test_a_loop_without_losses_is_refused(returned, match):
     with pytest.raises(ValueError, match=match):
         assert_opt_level_parity(lambda level: returned)
+
+
+def test_the_traceback_ends_in_the_test():
+    """pytest hides the frames of the assertion itself: its message says it all."""
+    with pytest.raises(AssertionError) as raised:
+        assert_opt_level_parity(lambda level: [1.0 if level == "O0" else 2.0], levels=("O1",))
+    assert raised.traceback[-1].ishidden(raised)

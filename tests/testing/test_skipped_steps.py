@@ -6,8 +6,8 @@ import torch
 from ampcompat import amp
 from ampcompat.amp.observers import observing
 from ampcompat.testing import assert_opt_level_parity
-from ampcompat.testing.parity import _Skips
 from ampcompat.tools.recording.recorder import Recorder
+from ampcompat.tools.recording.skips import Skips
 
 
 # -- skipping what another run skipped ---------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ def test_skipping_steps_leaves_others_bitwise_equal(level, fused):
     expected = train(*build(level, fused=fused), leave_out=(1, 2, 4))
     steps = []
     recorder = Recorder(steps.append, measure=True)
-    with observing(recorder), observing(_Skips(recorder, (1, 2, 4))):
+    with observing(recorder), observing(Skips(recorder, (1, 2, 4))):
         found = train(*build(level, fused=fused))
     assert [one.step for one in steps if one.skipped] == [1, 2, 4]
     assert torch.equal(found, expected)
@@ -49,7 +49,7 @@ def test_a_scheduler_between_and_a_second_optimizer():
     models, optimizers = amp.initialize(models, optimizers, opt_level="O0", verbosity=0)
     steps = []
     recorder = Recorder(steps.append, measure=True)
-    with observing(recorder), observing(_Skips(recorder, (2,))):
+    with observing(recorder), observing(Skips(recorder, (2,))):
         for _ in range(2):
             loss = sum(model(torch.ones(2, 4)).square().mean() for model in models)
             with amp.scale_loss(loss, optimizers) as scaled:
@@ -78,7 +78,7 @@ def test_a_step_with_a_closure():
             scaled.backward()
         return loss
 
-    with observing(recorder), observing(_Skips(recorder, (2,))):
+    with observing(recorder), observing(Skips(recorder, (2,))):
         for _ in range(3):
             optimizer.step(closure)
     assert [one.skipped for one in steps] == [False, True, False]

@@ -1,22 +1,30 @@
-"""Explain an overflow: which module and op it was, and what to do."""
+"""Explain what loses steps: which module and op it was, and what to do; and sum up at the end."""
 
 from __future__ import annotations
 
 import os
 
-from ampcompat.tools.core import observers
+from ampcompat.tools.at_end import at_end
+from ampcompat.tools.core import at_reset, observers
 from ampcompat.tools.explain.observer import OverflowExplainer
+from ampcompat.tools.explain.tally import Tally
 
 __all__ = ["explain_as", "explain_as_asked", "explain_overflows"]
 
+LIMIT = 3
 
-def explain_overflows(limit: int = 3, *, stop: bool = False, json: bool = False) -> None:
-    """From here on, explain why a step was skipped, or why a loss, gradient or weight is not finite, on standard error.
+
+def explain_overflows(limit: int = LIMIT, *, stop: bool = False, json: bool = False) -> None:
+    """From here on, explain why steps are lost, or why a loss, gradient or weight is not finite, on standard error.
+
+    A loss scale that comes down, at the start and now and then, skips steps: that is no fault. Explained is what
+    persists: a loss or a value of a forward that is not finite, and gradients that overflow although the scale falls.
+    When the script ends, a verdict says how many steps were lost, and to what.
 
     While nothing overflows, references to the last batches are kept, and what each step wrote is looked at: one host
     sync a step. After an overflow the same batch is run again (inputs, random numbers and buffers as they were) with
-    every op examined. The message names the op, the module, the source line, the magnitude against 65504, and what to
-    do. The run that is observed stays bitwise what it would have been. apex had nothing like it.
+    every op examined. The message names the op, the module, the source line, how many values, their magnitude against
+    65504, and what to do. The run that is observed stays bitwise what it would have been. apex had nothing like it.
 
     Where nothing skips (static scales, O0), the loss and the gradients are looked at too: one host sync each. Numbers
     of an optimizer that its half parameters' dtype does not hold (an eps of 1e-8) are named at its first step.
@@ -31,25 +39,36 @@ def explain_overflows(limit: int = 3, *, stop: bool = False, json: bool = False)
     """
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
         raise ValueError(f"explain_overflows(limit={limit!r}) - it must be a positive integer - pass 3 for instance.")
-    observers()[:] = [one for one in observers() if not isinstance(one, OverflowExplainer)]
-    observers().append(OverflowExplainer(limit, stop, json))
+    observers()[:] = [one for one in observers() if not isinstance(one, (OverflowExplainer, Tally))]
+    tally = Tally()
+
+    def end() -> None:
+        is_observing = any(one is tally for one in observers())
+        if not is_observing:
+            return  # another call has taken its place
+        for message in tally.last_words():
+            message.emit(json)
+
+    observers().append(tally)
+    observers().append(OverflowExplainer(limit, stop, json, tally))
+    at_reset(at_end(end))
 
 
 def explain_as(how: str) -> None:
-    """Explain as ``--explain=how`` asks: "1" (the first three faults), "first" (end the script after one), "json".
+    """Explain as ``--explain=how`` asks: "3" (so many faults), "first" (end the script after one), "json".
 
     Raises:
         ValueError: It is another word.
     """
-    if how == "1":
-        explain_overflows()
+    if how.isdecimal() and int(how):
+        explain_overflows(int(how))
     elif how == "first":
         explain_overflows(limit=1, stop=True)
     elif how == "json":
         explain_overflows(json=True)
     else:
         raise ValueError(
-            f"explain={how!r} - it takes one of the words 1, first and json - for anything else, call"
+            f"explain={how!r} - it takes a number of faults, first or json - for anything else, call"
             " amp.explain_overflows(limit=..., stop=..., json=...) in the script."
         )
 

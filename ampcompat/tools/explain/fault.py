@@ -7,15 +7,18 @@ from dataclasses import asdict
 
 import torch
 
-from ampcompat.tools.core import LossScaler, latest_call
+from ampcompat.tools.core import LEVELS, LossScaler, latest_call
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.hints import Setting, hints
 from ampcompat.tools.explain.messages import Message, hint_lines
 from ampcompat.tools.explain.probe import ARGUMENT, GIVEN, Event
 from ampcompat.tools.explain.replay import Finding
+from ampcompat.tools.frames import ScriptLine
 from ampcompat.tools.tensors import LARGEST
 
+#: Functions that only change the dtype.
+_CASTS = ("", "to", "float", "half", "bfloat16", "type", "_to_copy", "copy_")
 _NOT_RUN_AGAIN = (
     "No forward of an initialized model could be run again: compiled models, DataParallel replicas and models with"
     " SyncBatchNorm on several ranks cannot. Start the script once with TORCHDYNAMO_DISABLE=1 in its environment, or on"
@@ -24,24 +27,20 @@ _NOT_RUN_AGAIN = (
 
 
 def fault_message(
-    finding: Finding, scaler: LossScaler, what: str, step: int, made: bool, growth: Grown | None = None
+    finding: Finding, event: Event, scaler: LossScaler, head: str, step: int, made: bool, growth: Grown | None = None
 ) -> Message:
     """Describe what was born not finite. Any rank writes it: no other knows its batch.
 
     Args:
-        finding: Of a replay, with an event, or of a probe in the run.
+        finding: Of a replay, or of a probe in the run.
+        event: Its event.
         scaler: The loss scaler of the backward pass.
-        what: What was lost, as in "A step was skipped".
+        head: What was lost, as in "Step 3 was skipped: the loss is nan.".
         step: The number of the step that the fault belongs to.
         made: Whether steps were made before, all of which left finite weights.
         growth: The weight that the last steps made many times larger, if any.
     """
-    event = finding.event
-    if event is None:
-        return outside_message(what, [finding], step)
-    line = event.place.line
-    if line is None and event.op not in GIVEN:
-        line = finding.called_at  # the model is made of torch's modules alone
+    line = _line(event, finding)
     direction = "backward" if event.backward else "forward"
     advice = hints(event, _setting(scaler, made, growth))
     lines = [("what", _what(event)), ("where", _where(event, finding))]
@@ -70,18 +69,54 @@ def fault_message(
         "pass": direction,
         "dtype": dtype_name(event.dtype),
         "largest": event.value,
+        "not_finite": event.not_finite,
+        "elements": event.elements,
         "growth": None if growth is None else asdict(growth),
         "hints": advice,
         "note": finding.caveat,
     }
-    head = f"{what or 'The loss or a gradient is not finite'}."
     return Message("fault", head, lines, content, all_ranks=True)
 
 
-def outside_message(what: str, findings: list[Finding], step: int) -> Message:
-    """No model did it: the code between model and ``scale_loss``, which cannot be run again."""
+def place_of(finding: Finding, event: Event) -> str:
+    """Name the fault in a few words, as in "train.py:18 (conv2d in conv2)"."""
+    if event.op in GIVEN:
+        return f"{event.op} {event.place.module} of {finding.model}, which was not finite"
+    if event.op == ARGUMENT:
+        what = event.given
+    else:
+        inside = f" in {event.place.module}" if event.place.module else ""
+        what = f"{_name(event)}{inside}"
+    line = _line(event, finding)
+    return what if line is None else f"{line.file}:{line.number} ({what})"
+
+
+def _name(event: Event) -> str:
+    """As in "conv2d", "the backward of conv2d", "a gradient"."""
+    function = event.place.function or event.op
+    if not event.backward:
+        return function
+    return "a gradient" if function in _CASTS else f"the backward of {function}"
+
+
+def _line(event: Event, finding: Finding) -> ScriptLine | None:
+    """The script's line; where the model is made of torch's modules alone, the one that called the model."""
+    if event.place.line is not None or event.op in GIVEN:
+        return event.place.line
+    return finding.called_at
+
+
+def outside_message(head: str, findings: list[Finding], step: int, is_watched: bool = True) -> Message:
+    """No model did it: the code between model and ``scale_loss``, which cannot be run again.
+
+    Args:
+        head: What was lost.
+        findings: Of the replays.
+        step: The number of the step.
+        is_watched: Whether to say that the code is watched from now on.
+    """
     if not findings:
-        return Message("outside", f"{what}. {_NOT_RUN_AGAIN}", content={"step": step, "run_again": False})
+        return Message("outside", f"{head} {_NOT_RUN_AGAIN}", content={"step": step, "run_again": False})
     if any(finding.entered for finding in findings):
         cause = "The gradient that came into the model was not finite already: the loss function made it."
     else:
@@ -89,8 +124,8 @@ def outside_message(what: str, findings: list[Finding], step: int) -> Message:
         if len(findings) > 1:
             cause += f", or the sum of the gradients of these {len(findings)} forwards overflowed"
         cause += ", or another rank, whose gradients are added." if _has_other_ranks() else "."
-    head = f"{what}. {cause} That code is watched from now on; the next time it is explained."
-    return Message("outside", head, content={"step": step, "run_again": True})
+    watched = " That code is watched from now on; the next time it is explained." if is_watched else ""
+    return Message("outside", f"{head} {cause}{watched}", content={"step": step, "run_again": True})
 
 
 def _has_other_ranks() -> bool:
@@ -100,23 +135,32 @@ def _has_other_ranks() -> bool:
 
 def _setting(scaler: LossScaler, made: bool, growth: Grown | None) -> Setting:
     latest = latest_call()
-    level = "" if latest is None else latest.opt_level
-    half = "" if latest is None or latest.half_dtype is None else dtype_name(latest.half_dtype)
+    half_dtype = None if latest is None else latest.half_dtype
+    level = None if latest is None or half_dtype is None else LEVELS.get(latest.opt_level)
     scale = float(scaler.loss_scale())
-    return Setting(level, half, 2 * scale if scaler.dynamic else scale, scaler.dynamic, made, growth)
+    return Setting(
+        half="" if half_dtype is None else dtype_name(half_dtype),
+        casts_functions=level is not None and level.patch_torch_functions,
+        casts_weights=level is not None and not level.patch_torch_functions,
+        scale=2 * scale if scaler.dynamic else scale,
+        dynamic=scaler.dynamic,
+        made=made,
+        growth=growth,
+    )
 
 
 def _what(event: Event) -> str:
+    count = f"{event.not_finite} of {event.elements} values"
     if event.op in GIVEN:
-        return f"{event.op} {event.place.module or ''} was not finite before the forward"
+        return f"{event.op} {event.place.module or ''} was not finite before the forward: {count}"
     if event.op == ARGUMENT:
-        return f"{event.given} was not finite before"
+        return f"{event.given} was not finite before: {count}"
     dtype = dtype_name(event.dtype)
-    is_cast = event.op in ("_to_copy", "copy_") and event.out_of_range
-    made = _cast(event) if is_cast else _op(event)
+    if event.op in ("_to_copy", "copy_") and event.out_of_range:
+        return f"{_cast(event)}: {count}"
     if event.out_of_range:
-        return f"{made} left the range of {dtype}"
-    return f"{made} gave a result that is not finite, in {dtype}"
+        return f"{_op(event)} left the range of {dtype}: {count}"
+    return f"{_op(event)} gave a result that is not finite, in {dtype}: {count}"
 
 
 def _op(event: Event) -> str:
@@ -126,12 +170,18 @@ def _op(event: Event) -> str:
 
 
 def _cast(event: Event) -> str:
-    """As in "the cast to float16 in linear of what relu made"."""
-    text = f"the cast to {dtype_name(event.dtype)}"
-    if event.place.function not in ("", "to", event.op):
-        text += f" in {event.place.function}"
+    """As in "what relu returned is too large for float16, to which linear casts it"."""
     source = next((made for made in event.made if made.largest > LARGEST), None)
-    return text if source is None else f"{text} of what {source.place.function or source.op} made"
+    maker = "" if source is None else source.place.function or source.op
+    if event.backward:
+        what = "a gradient"
+    else:
+        what = f"what {maker} returned" if maker else "a value"
+    text = f"{what} is too large for {dtype_name(event.dtype)}"
+    function = event.place.function
+    if event.backward or function in (*_CASTS, maker):
+        return text
+    return f"{text}, to which {function} casts it"
 
 
 def _where(event: Event, finding: Finding) -> str:
@@ -145,10 +195,15 @@ def _where(event: Event, finding: Finding) -> str:
 
 
 def _largest(event: Event) -> str:
-    if math.isnan(event.value):
-        return "NaN, in float32 as well"
-    if math.isinf(event.value):
-        return "inf" if event.dtype == torch.float16 and event.op in GIVEN else "inf, in float32 as well"
+    value = event.value
+    if value is None:
+        return "not known: the op does not compute in float32"
+    if not math.isfinite(value):
+        is_given = event.op in (*GIVEN, ARGUMENT)
+        name = "NaN" if math.isnan(value) else "inf"
+        return name if is_given else f"{name}, in float32 too with these inputs"
+    if event.dtype == torch.float16 and value <= LARGEST:
+        return f"{value:.6g} in float32: something on the way left the range of float16"
     if event.dtype == torch.float16:
-        return f"{event.value:.6g} (float16 ends at {LARGEST:g})"
-    return f"{event.value:.6g} ({dtype_name(event.dtype)} ends at {torch.finfo(event.dtype).max:.3g})"
+        return f"{value:.6g} (float16 ends at {LARGEST:g})"
+    return f"{value:.6g} ({dtype_name(event.dtype)} ends at {torch.finfo(event.dtype).max:.3g})"

@@ -45,6 +45,12 @@ class Grown:
         return f"{name} grew from {self.before:.3g} to {self.after:.3g} in {steps}{rate}"
 
     @property
+    def cause(self) -> str:
+        """As in "the growth of conv2.weight, at lr=50"."""
+        rate = "" if self.lr is None else f", at lr={self.lr:g}"
+        return f"the growth of {self.parameter or 'a weight'}{rate}"
+
+    @property
     def hint(self) -> str:
         """What stops it."""
         than = "" if self.lr is None else f" than {self.lr:g}"

@@ -1,23 +1,31 @@
-"""From what was found to a hint at what to do. Pure: no tensors."""
+"""From what was found to what to do about it, the cheapest cure first. Pure: no tensors."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import torch
+
+from ampcompat.tools.core import HALF_DTYPES, LEVELS
 from ampcompat.tools.explain.growth import Grown
-from ampcompat.tools.explain.probe import ARGUMENT, Event
+from ampcompat.tools.explain.probe import ARGUMENT, Event, Made
 from ampcompat.tools.tensors import LARGEST, LEAST
 
 #: What a dispatcher op does to a zero.
 _DIVISIONS = ("div", "div_", "reciprocal", "rsqrt", "pow", "true_divide")
+#: Functions of torch that are called by these names, and that casts of functions reach.
 _FUNCTIONS = ("matmul", "bmm", "mm", "baddbmm", "einsum", "exp", "pow", "sum", "mean", "norm", "cumsum", "square")
+_MASKS = ("mul", "mul_", "add", "sub", "rsub", "masked_fill", "masked_fill_", "full", "fill_", "where", "_to_copy")
+_MULTIPLICATIONS = ("mul", "mul_", "div", "div_", "add", "add_", "addmm", "baddbmm")
 #: Hints at what came into a forward, or an op, from outside.
 _OF_GIVEN = {
-    "input": "precision is not the cause: look at the data loader; skip or clean such batches",
+    "input": "look at the data loader, or at what else computes it; skip or clean such batches",
     "buffer": "running statistics of a batch that was not finite, or an average: look at what writes it, and reset it",
-    ARGUMENT: "precision is not the cause: look at what makes that tensor",
+    ARGUMENT: "look at what makes that tensor",
 }
-BFLOAT16 = "AMPCOMPAT_DTYPE=bfloat16 (or opt_level='O4'/'O5'): bfloat16 reaches as far as float32"
+_BFLOAT16_LEVELS = "/".join(repr(name) for name, row in LEVELS.items() if row.half_dtype == torch.bfloat16)
+BFLOAT16 = f"AMPCOMPAT_DTYPE=bfloat16 (or opt_level={_BFLOAT16_LEVELS}): bfloat16 reaches as far as float32"
 
 
 @dataclass(frozen=True)
@@ -25,16 +33,18 @@ class Setting:
     """Hold what a hint depends on beside the event.
 
     Attributes:
-        opt_level: Of the latest ``initialize``.
-        half: Its half dtype, as in "float16"; "" where nothing is half.
+        half: The half dtype in force, as in "float16"; "" where nothing is half.
+        casts_functions: Whether functions are cast, so that ``.float()`` before them is undone.
+        casts_weights: Whether weights are half.
         scale: The loss scale of the backward pass.
         dynamic: Whether an overflow brings it down.
         made: Whether steps were made, all of which left finite weights.
         growth: The weight that the last steps made many times larger, if any.
     """
 
-    opt_level: str
     half: str
+    casts_functions: bool
+    casts_weights: bool
     scale: float
     dynamic: bool = True
     made: bool = False
@@ -42,38 +52,55 @@ class Setting:
 
 
 def hints(event: Event, setting: Setting) -> list[str]:
-    """List what to do about ``event``, the likeliest first."""
+    """List what to do about ``event``, the cheapest cure first."""
     if event.op in _OF_GIVEN:
         return [_OF_GIVEN[event.op]]
     if event.op == "parameter":
-        if setting.made:
-            return ["no step is known to have written it: look at what else writes weights, such as load_state_dict"]
-        return ["no step was made yet: look at how the model is initialized, or at the checkpoint it came from"]
+        return [_of_parameter(setting)]
+    diverges = [] if setting.growth is None else [setting.growth.hint]
+    return [*diverges, *_cures(event, setting)]
+
+
+def _of_parameter(setting: Setting) -> str:
+    if setting.made:
+        return "no step is known to have written it: look at what else writes weights, such as load_state_dict"
+    return "no step was made yet: look at how the model is initialized, or at the checkpoint it came from"
+
+
+def _cures(event: Event, setting: Setting) -> list[str]:
     mask = _mask(event)
     if mask is not None:
-        return [
-            f"{mask:g} is -inf in {setting.half or 'float16'}: write torch.finfo(scores.dtype).min in place of it",
-            *_keep(event, setting),
-        ]
-    eps = _tiny(event)
+        finite = f"{mask:g} is -inf in {setting.half or 'float16'}: write torch.finfo(scores.dtype).min in place of it"
+        return [finite, *_in_float32(event, setting)]
+    eps = _eps_lost_in_half(event)
     if eps is not None and setting.half == "float16":
-        return [
-            f"eps={eps:g} is 0 in float16, whose least number is {LEAST:.0e}: use an eps of 1e-6 or more",
-            *_keep(event, setting),
-        ]
-    diverges = [] if setting.growth is None else [setting.growth.hint]
-    if not event.out_of_range or event.value <= LARGEST:
-        return [*diverges, _undefined(event)]
+        larger = f"eps={eps:g} is 0 in float16, whose least number is {LEAST:.0e}: use an eps of 1e-6 or more"
+        return [larger, *_in_float32(event, setting)]
+    if event.is_undefined:
+        return _undefined(event, setting)
+    if setting.growth is not None:
+        return []  # no precision holds what grows so
     if event.backward:
-        return [*diverges, *_too_large_backward(event, setting)]
-    return diverges or [*_keep(event, setting), BFLOAT16]
+        return _too_large_backward(event, setting)
+    bfloat16 = [BFLOAT16] if setting.half == "float16" else []
+    return [*_smaller_inputs(event), *_smaller_constant(event), *_in_float32(event, setting), *bfloat16]
 
 
-def _tiny(event: Event) -> float | None:
+# -- constants ---------------------------------------------------------------------------------------------------------
+def _mask(event: Event) -> float | None:
+    """The fill of a mask that is beyond float16."""
+    if event.op not in _MASKS or event.backward:
+        return None
+    numbers = [*event.scalars, *(n for made in event.made for n in made.scalars)]
+    beyond = [n for n in numbers if n < -LARGEST]
+    return beyond[0] if beyond else None
+
+
+def _eps_lost_in_half(event: Event) -> float | None:
     """A number added to, or set as the least of, the zero that ``event`` stumbled over, and itself 0 in float16."""
     if event.op not in (*_DIVISIONS, "log", "sqrt"):
         return None
-    for made in (m for one in event.made for m in one.chain()):
+    for made in _chains(event):
         if made.op in ("add", "clamp", "clamp_min", "maximum", "add_"):
             for number in made.scalars:
                 if 0 < abs(number) <= LEAST / 2:
@@ -81,60 +108,103 @@ def _tiny(event: Event) -> float | None:
     return None
 
 
-def _mask(event: Event) -> float | None:
-    """The fill of a mask that is beyond float16."""
-    ops = ("mul", "mul_", "add", "sub", "rsub", "masked_fill", "masked_fill_", "full", "fill_", "where", "_to_copy")
-    if event.op not in ops or event.backward:
-        return None
-    numbers = [*event.scalars, *(n for made in event.made for n in made.scalars)]
-    beyond = [n for n in numbers if n < -LARGEST]
-    return beyond[0] if beyond else None
+def _smaller_inputs(event: Event) -> list[str]:
+    """For a cast of what no op has made."""
+    return [] if event.made or event.op != "_to_copy" else ["smaller inputs: normalize what goes into the model"]
 
 
-def _keep(event: Event, setting: Setting) -> list[str]:
-    place = event.place
-    function = place.function if place.function in _FUNCTIONS else None  # what is called by that name can be registered
+def _smaller_constant(event: Event) -> list[str]:
+    """Name the number without which the result would not have been too large."""
+    if event.op not in _MULTIPLICATIONS or event.value is None:
+        return []
+    for number in event.scalars:
+        factor = 1 / number if event.op.startswith("div") else number
+        if abs(factor) > 1 and event.value / abs(factor) <= LARGEST:
+            word = "a larger divisor" if event.op.startswith("div") else "a smaller constant"
+            return [f"{word} than {number:g}: the result is {event.value:.3g}, and float16 ends at {LARGEST:g}"]
+    return []
+
+
+def _chains(event: Event) -> list[Made]:
+    """How the inputs of ``event`` were made, each with the cheap ops before it."""
+    return [made for source in event.made for made in source.chain()]
+
+
+# -- computing something in float32 ------------------------------------------------------------------------------------
+def _in_float32(event: Event, setting: Setting) -> list[str]:
+    """Ways to compute the op, or the module around it, in float32."""
+    function = event.place.function
+    is_cast_function = setting.casts_functions and function in _FUNCTIONS
     found = []
-    if place.module:
-        name = place.module
-        if setting.opt_level in ("O2", "O3", "O5") and event.value > LARGEST and not event.backward:
-            # At the boundary the result becomes half again: what consumes it must be inside.
-            name = place.module.rpartition(".")[0]
-        if name:
-            found.append(f"amp.initialize(..., keep_fp32=['{name}'])   or   AMPCOMPAT_KEEP_FP32={name}")
-    if function is not None and setting.opt_level in ("O1", "O4"):
+    if is_cast_function:
         found.append(f"amp.register_float_function(torch, '{function}') before amp.initialize")
+    elif _is_of_script(event) and setting.half:
+        found.append(f"compute it in float32: .float() on what goes into {function or event.op}")
+    module = event.place.module
+    if module and setting.casts_weights and not event.backward:
+        # At the boundary the result becomes half again: what consumes it must be inside.
+        module = module.rpartition(".")[0]
+    if module:
+        found.append(f"amp.initialize(..., keep_fp32=['{module}'])   or   AMPCOMPAT_KEEP_FP32={module}")
     return found
 
 
+def _is_of_script(event: Event) -> bool:
+    """Whether the script itself calls the op: it is in no module of torch's."""
+    place = event.place
+    return place.line is not None and not event.backward and not hasattr(torch.nn, place.kind or " ")
+
+
+# -- the backward pass -------------------------------------------------------------------------------------------------
 def _too_large_backward(event: Event, setting: Setting) -> list[str]:
+    smaller_loss = "a smaller loss (a mean in place of a sum, a smaller factor on it)"
+    if event.value is None:
+        return [smaller_loss, *_in_float32(event, setting), BFLOAT16]
     plain = event.value / setting.scale
     if plain > LARGEST:
         return [
-            f"even without the loss scale it is {plain:.3g}: no scale helps; {BFLOAT16}",
-            *_keep(event, setting),
-            "clip activations or lower the learning rate, so that gradients stay small",
+            f"{smaller_loss}: even without the loss scale the gradient is {plain:.3g}",
+            "clipped activations, or a lower learning rate, if gradients have grown",
+            *_in_float32(event, setting),
+            BFLOAT16,
         ]
+    fits = 2.0 ** math.floor(math.log2(LARGEST / plain)) if plain else setting.scale
     if not setting.dynamic:
         return [
-            f"a loss_scale below {setting.scale:g}: without it, it is {plain:.3g}; loss_scale='dynamic' finds one",
-            *_keep(event, setting),
+            f"loss_scale={_plain(fits)} or less: without {_plain(setting.scale)}, the gradient is {plain:.3g};"
+            " loss_scale='dynamic' finds one",
+            *_in_float32(event, setting),
         ]
     return [
-        f"none, if it is rare: without the loss scale of {setting.scale:g} it is {plain:.3g}; the scale comes down",
-        *_keep(event, setting),
-        "if it happens at every step: amp.initialize(..., max_loss_scale=...) or a static loss_scale= below",
+        f"wait: without the loss scale of {_plain(setting.scale)} the gradient is {plain:.3g}, and the scale is on its"
+        f" way down to {_plain(fits)}; amp.initialize(..., max_loss_scale={_plain(fits)}) starts there",
+        smaller_loss,
+        *_in_float32(event, setting),
     ]
 
 
-def _undefined(event: Event) -> str:
-    """Float32 would not have held it either."""
+def _plain(scale: float) -> str:
+    """``scale`` with all its digits."""
+    return f"{scale:.0f}" if scale >= 1 else f"{scale:g}"
+
+
+# -- what float32 does not hold either, with the same inputs -----------------------------------------------------------
+def _undefined(event: Event, setting: Setting) -> list[str]:
+    found = [_undefined_cure(event)]
+    if setting.half and not event.backward:
+        found.append(
+            f"if it is finite with --opt-level O0, {setting.half} rounded its inputs: keep in float32 what makes them"
+        )
+    return found
+
+
+def _undefined_cure(event: Event) -> str:
     function = event.place.function
     node = event.node
     if event.backward and (node.startswith(("Sqrt", "LinalgVectorNorm", "Norm", "Pow")) or "norm" in function):
         return f"the gradient of {function or 'this'} at 0 is not finite: add an eps inside, as in (x + 1e-6).sqrt()"
     if event.op.startswith("log") or function.startswith("log"):
-        return "the logarithm of 0 (or of less): log(x.clamp_min(1e-6)), or a loss that takes logits"
+        return _logarithm(event)
     if event.op in _DIVISIONS:
         count = f" ({event.denominators} zeros)" if event.denominators else ""
         return f"a division by zero{count}: add an eps to the denominator, or F.normalize(x, eps=1e-6)"
@@ -144,4 +214,14 @@ def _undefined(event: Event) -> str:
         return "exp of more than 88 is beyond float32 too: subtract the maximum before, or clamp"
     if "softmax" in event.op:
         return "a row of -inf alone (everything is masked): mask with torch.finfo(x.dtype).min"
-    return "float32 does not hold it either: precision is not the cause; look at the values that go in"
+    return "float32 gives no finite result with these inputs either: look at the values that go in"
+
+
+def _logarithm(event: Event) -> str:
+    before = [made.op for made in _chains(event)]
+    if any("softmax" in op for op in before):
+        return "F.log_softmax(x, dim) in place of log(softmax(x)), or F.cross_entropy, which takes logits"
+    if any(op.startswith("sigmoid") for op in before):
+        return "F.logsigmoid(x) in place of log(sigmoid(x)), or F.binary_cross_entropy_with_logits, which takes logits"
+    wide = ".float()" if event.dtype in HALF_DTYPES else ""
+    return f"the logarithm of 0 (or of less): F.log_softmax(x) if it is of a softmax, or log(x{wide}.clamp_min(1e-6))"

@@ -1,6 +1,6 @@
 """Watch the code between a model and ``scale_loss``, which cannot be run again, the next times that it runs.
 
-Armed only after a step was lost for something that no model did; disarmed once it is explained, or after some blocks.
+Armed only after a step was lost for something that no model did, and for some blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ampcompat.tools.explain.places import Places
 from ampcompat.tools.explain.probe import ARGUMENT, Event, Probe
 from ampcompat.tools.tensors import is_finite
 
-#: Blocks that are watched before giving up.
+#: Blocks that are watched after a step was lost so.
 BLOCKS = 50
 
 
@@ -52,11 +52,7 @@ class LossWatch:
         """The origin of a loss that is not finite."""
         if self.probe is None:
             return None
-        event = self._of_this_code(self.probe.origin([loss]))
-        if event is not None:
-            self.blocks = 0
-            self.stop()
-        return event
+        return self._of_this_code(self.probe.origin([loss]))
 
     def look_at_gradients(self, forwards: Iterable[Forward]) -> Event | None:
         """The origin of gradients that came into a model and are not finite."""
@@ -66,7 +62,7 @@ class LossWatch:
         event = None
         if not all(map(is_finite, grads)):
             event = self._of_this_code(self.probe.origin(grads))
-        self.blocks = 0 if event is not None else self.blocks - 1
+        self.blocks -= 1
         self.stop()
         return event
 

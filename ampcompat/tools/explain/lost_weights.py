@@ -32,6 +32,7 @@ class LostTensor:
         why: Causes that were found, the likeliest first.
         hints: What to do, the likeliest first.
         numbers: Those among the causes that the parameters' dtype does not hold.
+        of_gradient: Whether the gradient of the step was not finite already.
     """
 
     optimizer: str
@@ -44,6 +45,7 @@ class LostTensor:
     why: list[str] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
     numbers: list[Number] = field(default_factory=list)
+    of_gradient: bool = False
 
 
 def weights_message(lost: LostTensor, step: int, growth: Grown | None) -> Message:
@@ -60,13 +62,15 @@ def weights_message(lost: LostTensor, step: int, growth: Grown | None) -> Messag
     ]
     if growth is not None:
         lines.append(("growth", growth.text))
+    of_step = f"step {step} of {lost.optimizer}, which left {tensor} not finite"
     content = asdict(lost)
-    del content["numbers"]
+    del content["numbers"], content["of_gradient"]
     return Message(
         kind="weights",
         head=f"Step {step} of {lost.optimizer} left {'state' if lost.state else 'a weight'} that is not finite.",
         lines=[*lines, *hint_lines(hints)],
         content={**content, "growth": None if growth is None else asdict(growth), "hints": hints, "step": step},
+        cause=of_step if growth is None else growth.cause,
     )
 
 
@@ -112,6 +116,7 @@ def _blame(optimizer: Optimizer, group: int, param: torch.Tensor) -> LostTensor:
             found.hints += number.hints
     grad = param.grad
     if grad is not None and not grad.is_sparse and not is_finite(grad):
+        found.of_gradient = True
         found.why.insert(0, "its gradient was not finite")
         found.hints.insert(
             0, "look at what writes gradients outside scale_loss, such as clipping by a norm of 0 or inf"

@@ -19,6 +19,7 @@ class Message:
         lines: Labels and texts of the lines below.
         content: What the line of JSON has besides kind, rank and head.
         all_ranks: Whether ranks other than 0 write it.
+        cause: What the verdict calls what it explains; "" where it explains nothing.
     """
 
     kind: str
@@ -26,6 +27,7 @@ class Message:
     lines: list[tuple[str, str]] = field(default_factory=list)
     content: Mapping[str, object] = field(default_factory=dict)
     all_ranks: bool = False
+    cause: str = ""
 
     def text(self) -> str:
         """What people read."""

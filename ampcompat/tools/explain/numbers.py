@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ampcompat.tools.core import HALF_DTYPES, Optimizer, ParamGroup
+from ampcompat.tools.core import HALF_DTYPES, LEVELS, Optimizer, ParamGroup
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.messages import Message, hint_lines
 
 #: Read by schedulers, or compared in Python: no tensor meets them.
 _NEVER_IN_HALF = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
-MASTERS = "opt_level='O2': its optimizer steps float32 masters"
+_WITH_MASTERS = next(name for name, row in LEVELS.items() if row.master_weights)
+MASTERS = f"opt_level={_WITH_MASTERS!r}: its optimizer steps float32 masters"
 
 
 @dataclass

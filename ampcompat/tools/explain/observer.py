@@ -19,19 +19,25 @@ from ampcompat.tools.core import (
     tensors_in,
     was_skipped,
 )
-from ampcompat.tools.explain.fault import fault_message, outside_message
+from ampcompat.tools.explain.fault import fault_message, outside_message, place_of
 from ampcompat.tools.explain.forwards import BufferCopies, Forward
 from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.loss_watch import LossWatch
 from ampcompat.tools.explain.messages import Message
-from ampcompat.tools.explain.probe import Event
+from ampcompat.tools.explain.numbers import optimizer_name
+from ampcompat.tools.explain.probe import ARGUMENT, GIVEN, Event
 from ampcompat.tools.explain.replay import Finding, replay, runs_alone
+from ampcompat.tools.explain.tally import Tally
 from ampcompat.tools.explain.weight_watch import WeightWatch
 from ampcompat.tools.frames import hide_tools
 from ampcompat.tools.tensors import is_finite
 
 #: Forwards kept at a time, and steps after which a forward that no backward followed is forgotten.
 MOST_FORWARDS, OLDEST = 16, 3
+#: Lost steps that are looked at; a run that loses more knows enough.
+MOST_LOST = 100
+#: The cause of a step that the code between the models and ``scale_loss`` lost.
+OUTSIDE = "the code between the model and scale_loss"
 
 
 class OverflowExplainer:
@@ -41,11 +47,14 @@ class OverflowExplainer:
         limit: Different faults that are explained; after these the run is no longer observed.
         stop: Whether the script ends with the last of them.
         json: Whether each message is a line of JSON.
+        tally: Where lost steps are counted.
     """
 
-    def __init__(self, limit: int, stop: bool, json: bool) -> None:
+    def __init__(self, limit: int, stop: bool, json: bool, tally: Tally) -> None:
         self.limit, self.stop, self.json = limit, stop, json
+        self.tally = tally
         self.left = limit
+        self.left_to_look_at = MOST_LOST
         self.weights: weakref.WeakKeyDictionary[Optimizer, WeightWatch] = weakref.WeakKeyDictionary()
         self.forwards: deque[Forward] = deque(maxlen=MOST_FORWARDS)
         self.buffers: weakref.WeakKeyDictionary[torch.nn.Module, BufferCopies] = weakref.WeakKeyDictionary()
@@ -53,7 +62,8 @@ class OverflowExplainer:
         self.block: tuple[int, ...] = ()
         self.scaler: LossScaler | None = None
         self.explained: set[tuple[object, ...]] = set()
-        self.lost = False  # weights, by a step
+        self.lost_by = ""  # the step that has written weights that are not finite
+        self.last_cause = ""
         self.loss_watch = LossWatch()
 
     # -- events ------------------------------------------------------------------------------------------------------
@@ -69,7 +79,7 @@ class OverflowExplainer:
         self.running.append(Forward(model, args, kwargs, self.buffers[model]))
 
     def on_output(self, model: torch.nn.Module, output: object) -> None:
-        """Have the gradients of the outermost forward's outputs noted when they come."""
+        """Note the gradients of the outermost forward's outputs when they come."""
         forward = self.running.pop() if self.running else None
         if forward is None:
             return
@@ -89,7 +99,7 @@ class OverflowExplainer:
         return note
 
     def on_scale_loss(self, loss: torch.Tensor, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
-        """A static scale never skips: look at the loss itself. One host sync, at static scales only.
+        """Keep the loss; a static scale never skips, so look at it there: one host sync.
 
         Another at the first block of an optimizer, and where something other than a step has written its weights: the
         next step is to answer for its own writing alone.
@@ -98,24 +108,26 @@ class OverflowExplainer:
         self.block = tuple(id(one) for one in optimizers)
         self.scaler = scaler
         for one in optimizers:
-            self._weights(one).look_again(one)
+            self._watch(one).begin_block(one, loss)
         event = self.loss_watch.look_at(loss)
         if event is not None:
-            self._tell_of_outside(event, scaler, optimizers)
+            self._lose_outside(event, scaler, optimizers, f"the loss is {_number_in(loss)}")
         elif not scaler.dynamic and not is_finite(loss):
-            step = self._begin_fault(optimizers)
             forwards = [forward for forward in self.forwards if not forward.owners]
-            self._explain(forwards, scaler, "The loss is not finite", step, backward=False)
+            head = f"The loss of {self._next_step(optimizers)} is {_number_in(loss)}."
+            self._lose(optimizers, forwards, scaler, head, self._number(optimizers), backward=False)
 
     def on_gradients(self, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
-        """The same for gradients: one host sync a block, at static scales only."""
+        """Look at the gradients too at static scales: one host sync a block."""
         self.block = ()
         event = self.loss_watch.look_at_gradients(self.forwards)
+        if self._is_lost(optimizers):
+            return  # for its loss
         if event is not None:
-            self._tell_of_outside(event, scaler, optimizers)
+            self._lose_outside(event, scaler, optimizers, "a gradient is not finite")
         elif not scaler.dynamic and not _finite_gradients(optimizers):
-            step = self._begin_fault(optimizers)
-            self._explain(self._of(optimizers[0]), scaler, "A gradient is not finite", step)
+            head = f"A gradient of {self._next_step(optimizers)} is not finite."
+            self._lose(optimizers, self._of(optimizers[0]), scaler, head, self._number(optimizers))
 
     def on_failure(self, error: Exception) -> None:
         """Leave no frame of the probe in the traceback, and no probe in the run."""
@@ -128,34 +140,66 @@ class OverflowExplainer:
 
         One host sync, and another where only the device knows whether it skipped.
         """
-        weights = self._weights(optimizer)
-        weights.seen += 1
+        watch = self._watch(optimizer)
+        watch.seen += 1
+        was_lost = watch.is_lost
         if was_skipped(optimizer, skipped):
-            self._explain(self._of(optimizer), first_scaler(optimizer), "A step was skipped", weights.seen)
+            watch.back_off.add(True)
+            self.tally.scale = float(first_scaler(optimizer).loss_scale())
+            if not was_lost:
+                self._explain_skip(optimizer, watch)
         else:
-            messages = weights.after(optimizer)
-            self.lost = self.lost or not weights.watched
-            weights.made = weights.seen
-            for one in messages:
-                self._emit(one)
-                if one.kind == "weights":
-                    self._count()
-        weights.faulty = False
+            watch.back_off.add(False)
+            self.tally.not_finite += was_lost
+            self._look_at_made_step(optimizer, watch)
+        watch.end_step()
         self._forget(optimizer)
 
-    def _weights(self, optimizer: Optimizer) -> WeightWatch:
+    def _look_at_made_step(self, optimizer: Optimizer, watch: WeightWatch) -> None:
+        """Tell of a loss that is not finite, and of such weights that the step has written."""
+        messages = watch.after(optimizer)
+        watch.made = watch.seen
+        if not watch.has_finite_loss and not watch.is_lost:
+            lost = next(loss for loss in watch.losses if not is_finite(loss))
+            name = self._name_of_step(watch.seen, optimizer).capitalize()
+            head = f"{name} was made, with finite gradients, although its loss is {_number_in(lost)}."
+            self.tally.not_finite += 1
+            self._lose([optimizer], self._of(optimizer), first_scaler(optimizer), head, watch.seen, backward=False)
+        for message in messages:
+            if message.kind != "weights":
+                self._emit(message)
+                continue
+            self.lost_by = message.cause
+            self.tally.not_finite += not watch.is_lost
+            self.tally.lose(message.cause)
+            if message.cause not in self.tally.explained:  # the growth of a weight may have been told
+                self.tally.explain(message.cause)
+                self._emit(message)
+                self._count()
+        if watch.is_lost and not watch.watched and not self.lost_by:
+            self.lost_by = self.last_cause
+
+    # -- the optimizers of a block -----------------------------------------------------------------------------------
+    def _watch(self, optimizer: Optimizer) -> WeightWatch:
         if optimizer not in self.weights:
             self.weights[optimizer] = WeightWatch(optimizer)
         return self.weights[optimizer]
 
-    def _next_step(self, optimizers: Sequence[Optimizer]) -> int:
-        return max([self._weights(one).seen for one in optimizers], default=0) + 1
+    def _is_lost(self, optimizers: Sequence[Optimizer]) -> bool:
+        return any(self._watch(one).is_lost for one in optimizers)
 
-    def _begin_fault(self, optimizers: Sequence[Optimizer]) -> int:
-        """Note that the next step of ``optimizers`` gets a loss or gradient that is not finite; return its number."""
-        for one in optimizers:
-            self._weights(one).faulty = True
-        return self._next_step(optimizers)
+    def _number(self, optimizers: Sequence[Optimizer]) -> int:
+        """The number of the step to come."""
+        return max([self._watch(one).seen for one in optimizers], default=0) + 1
+
+    def _next_step(self, optimizers: Sequence[Optimizer]) -> str:
+        return self._name_of_step(self._number(optimizers), optimizers[0] if optimizers else None)
+
+    def _name_of_step(self, number: int, optimizer: Optimizer | None) -> str:
+        """As in "step 31"; with the optimizer, where there are several."""
+        if len(self.weights) < 2 or optimizer is None:
+            return f"step {number}"
+        return f"step {number} of optimizer {list(self.weights).index(optimizer)} ({optimizer_name(optimizer)})"
 
     # -- what is kept ------------------------------------------------------------------------------------------------
     def _of(self, optimizer: Optimizer) -> list[Forward]:
@@ -172,45 +216,122 @@ class OverflowExplainer:
         self.forwards = deque(kept, MOST_FORWARDS)
 
     # -- explaining --------------------------------------------------------------------------------------------------
-    def _explain(
-        self, forwards: list[Forward], scaler: LossScaler, what: str, step: int, backward: bool = True
+    def _explain_skip(self, optimizer: Optimizer, watch: WeightWatch) -> None:
+        """Explain a skipped step that is no ordinary back-off of the scale."""
+        scaler = first_scaler(optimizer)
+        name = self._name_of_step(watch.seen, optimizer).capitalize()
+        lost = next((loss for loss in watch.losses if not is_finite(loss)), None)
+        persists = watch.back_off.is_fault(self.tally.scale)
+        if lost is not None:
+            head = f"{name} was skipped: the loss is {_number_in(lost)}."
+        elif persists:
+            scale = self.tally.scale
+            head = f"{name} was skipped, as {watch.back_off}: gradients overflow although the scale is {scale:g}."
+        else:
+            head = f"{name} was skipped: a gradient is not finite."
+        is_fault = lost is not None or persists
+        self._lose([optimizer], self._of(optimizer), scaler, head, watch.seen, is_fault=is_fault)
+
+    def _lose(
+        self,
+        optimizers: Sequence[Optimizer],
+        forwards: list[Forward],
+        scaler: LossScaler,
+        head: str,
+        step: int,
+        *,
+        backward: bool = True,
+        is_fault: bool = True,
     ) -> None:
+        """Run ``forwards`` again and tell what lost the step of ``optimizers``; hold it back if it may be ordinary."""
+        for one in optimizers:
+            self._watch(one).is_lost = True
         findings = []
         for forward, model in _repeatable(forwards):
             try:
                 finding = replay(forward, model, backward)
             except Exception as problem:  # the run that is observed must go on whatever happens here
-                told = f"the batch could not be run again: {type(problem).__name__}: {problem}"
-                self._emit(Message("note", told))
-                self._count()
+                self._tell_of_failure(problem, is_fault)
                 return
             findings.append(finding)
             if finding.event is not None:
-                self._tell(finding, forward.scaler or scaler, what, step)
+                self._tell(finding, finding.event, forward.scaler or scaler, head, step, is_fault)
                 return
-        self.loss_watch.arm()
-        if self._is_new(("outside",)):
-            self._emit(outside_message(what, findings, step))
-            if not findings and self.stop:
-                self._count()  # nothing further can be learned
+        self._tell_of_outside(head, findings, step, is_fault)
 
-    def _is_new(self, key: tuple[object, ...]) -> bool:
-        new = key not in self.explained
-        self.explained.add(key)
-        return new
-
-    def _tell_of_outside(self, event: Event, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
-        """Tell what the code between a model and ``scale_loss`` did."""
-        self._tell(Finding(event, ""), scaler, "", self._begin_fault(optimizers))
-
-    def _tell(self, finding: Finding, scaler: LossScaler, what: str, step: int) -> None:
-        event = finding.event
-        if event is None or (event.op == "parameter" and self.lost) or not self._is_new(event.key):
-            return  # the step that lost a weight was told, or the fault that came before it
-        self.lost = self.lost or event.op == "parameter"
+    def _tell(
+        self, finding: Finding, event: Event, scaler: LossScaler, head: str, step: int, is_fault: bool = True
+    ) -> None:
+        """Tell of ``event``, unless it was told already, or may be gone at a lower scale."""
+        if event.op == "parameter" and self.lost_by:
+            self.tally.lose(self.lost_by)  # that step was told, or the fault that came before it
+            return
+        was_given = event.op in (*GIVEN, ARGUMENT)
+        growth = None if was_given else self._growth()
+        cause = place_of(finding, event) if growth is None else growth.cause
+        self.last_cause = cause
+        self.tally.lose(cause)
+        if event.key in self.explained or cause in self.tally.explained:
+            self._look_at_one_less()
+            return
         made = any(one.made for one in self.weights.values())
-        self._emit(fault_message(finding, scaler, what, step, made, self._growth()))
+        message = fault_message(finding, event, scaler, head, step, made, growth)
+        message.cause = cause
+        if event.depends_on_scale and not is_fault:
+            self.tally.hold(message)
+            self._look_at_one_less()
+            return
+        self.explained.add(event.key)
+        if event.op == "parameter":
+            self.lost_by = cause
+        self.tally.explain(cause)
+        self._emit(message)
         self._count()
+
+    def _tell_of_failure(self, problem: Exception, is_fault: bool) -> None:
+        """Tell that a batch could not be run again, unless the scale may just be on its way down."""
+        if not is_fault:
+            self._look_at_one_less()
+            return
+        self.tally.not_found += 1
+        told = f"the batch could not be run again: {type(problem).__name__}: {problem}"
+        self._emit(Message("note", told))
+        self._count()
+
+    def _tell_of_outside(self, head: str, findings: list[Finding], step: int, is_fault: bool) -> None:
+        """Tell that no model lost the step, and watch the code outside of them from now on."""
+        self.last_cause = OUTSIDE
+        self.tally.lose(OUTSIDE)
+        message = outside_message(head, findings, step, is_fault)
+        entered = any(finding.entered for finding in findings)
+        if is_fault or entered:
+            self.loss_watch.arm()
+        if not is_fault:
+            message.cause = OUTSIDE
+            self.tally.hold(message)
+            self._look_at_one_less()
+            return
+        self.tally.not_found += 1
+        if (OUTSIDE,) in self.explained:
+            self._look_at_one_less()
+            return
+        self.explained.add((OUTSIDE,))
+        self._emit(message)
+        if not findings and self.stop:
+            self._count()  # nothing further can be learned
+
+    def _lose_outside(self, event: Event, scaler: LossScaler, optimizers: Sequence[Optimizer], what: str) -> None:
+        """Tell what the code between a model and ``scale_loss`` did, as the watch there has seen it."""
+        persists = not scaler.dynamic or any(
+            self._watch(one).back_off.is_fault(float(scaler.loss_scale())) for one in optimizers
+        )
+        if event.depends_on_scale and not persists:
+            return  # the skipped step notes it
+        for one in optimizers:
+            self._watch(one).is_lost = True
+        self.tally.rename(OUTSIDE, place_of(Finding(event, ""), event))
+        head = f"{self._next_step(optimizers).capitalize()}: {what}."
+        self._tell(Finding(event, ""), event, scaler, head, self._number(optimizers))
 
     def _growth(self) -> Grown | None:
         """The weight that the last steps of an optimizer made many times larger, if any."""
@@ -220,21 +341,38 @@ class OverflowExplainer:
     def _emit(self, message: Message) -> None:
         message.emit(self.json)
 
+    # -- the end -----------------------------------------------------------------------------------------------------
     def _count(self) -> None:
         """One more explanation was given: observe no more after the last, and end the script if that was asked for."""
         self.left -= 1
         if self.left > 0:
             return
-        self.forwards.clear()
-        self.loss_watch.stop()
-        observers()[:] = [one for one in observers() if one is not self]
+        self._observe_no_more()
         if not self.stop:
-            hint = "that was the last explanation; amp.explain_overflows(limit=...) sets how many."
+            hint = "that was the last explanation; --explain=N, or amp.explain_overflows(limit=N), sets how many."
             self._emit(Message("note", hint))
             return
         given = f"{self.limit} explanation{'s' if self.limit > 1 else ''}"
         self._emit(Message("end", f"the script ends here, after {given}, as asked."))
         raise SystemExit(1)
+
+    def _look_at_one_less(self) -> None:
+        """One more lost step was looked at in vain."""
+        self.left_to_look_at -= 1
+        if self.left_to_look_at == 0:
+            self._observe_no_more()
+            self._emit(Message("note", f"{MOST_LOST} lost steps were looked at; from here on they are only counted."))
+
+    def _observe_no_more(self) -> None:
+        self.forwards.clear()
+        self.loss_watch.stop()
+        observers()[:] = [one for one in observers() if one is not self]
+
+
+def _number_in(loss: torch.Tensor) -> str:
+    """The loss as a number; of a loss with several elements, the first that is not finite."""
+    flat = loss.detach().reshape(-1)
+    return f"{float(flat[~torch.isfinite(flat)][0]):g}"
 
 
 def _finite_gradients(optimizers: Sequence[Optimizer]) -> bool:

@@ -7,6 +7,7 @@ an output or a gradient. So every non-finite tensor carries its origin, the op t
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ from ampcompat import _torch
 from ampcompat.tools.core import HALF_DTYPES, Args, Kwargs, map_tree, tensors_in
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.places import Place, Places
-from ampcompat.tools.tensors import LARGEST, covers_storage, is_finite, largest, readable, storage
+from ampcompat.tools.tensors import count_not_finite, covers_storage, is_finite, largest, readable, storage
 
 _CHEAP = ("_to_copy", "sqrt", "add", "clamp", "view", "expand", "unsqueeze", "clamp_min", "detach", "maximum", "copy_")
 
@@ -59,7 +60,10 @@ class Event:
         op: The op's name, as in "mm"; or one of :data:`GIVEN`, or :data:`ARGUMENT`.
         backward: Whether the engine ran it.
         dtype: Dtype of its result.
-        value: The largest magnitude of its result, computed again in float32; inf or NaN if it is so there too.
+        value: The largest magnitude of its result, computed again in float32 from the same inputs; inf or NaN if it is
+            so there too, None if it cannot be computed there.
+        not_finite: How many values of its result are inf or NaN.
+        elements: How many values the result has.
         scalars: Its numbers, an eps or the fill of a mask among them.
         denominators: Zeros in its inputs.
         made: How its inputs were made.
@@ -72,7 +76,9 @@ class Event:
     place: Place
     backward: bool
     dtype: torch.dtype
-    value: float
+    value: float | None
+    not_finite: int
+    elements: int
     scalars: tuple[float, ...] = ()
     denominators: int = 0
     made: list[Made] = field(default_factory=list)
@@ -82,8 +88,18 @@ class Event:
 
     @property
     def out_of_range(self) -> bool:
-        """Whether float32 would have held the result."""
-        return self.dtype in HALF_DTYPES and self.value < float("inf")
+        """Whether float32 is known to hold the result."""
+        return self.dtype in HALF_DTYPES and self.value is not None and math.isfinite(self.value)
+
+    @property
+    def is_undefined(self) -> bool:
+        """Whether float32 gives no finite result either with the same inputs."""
+        return self.value is not None and not self.out_of_range
+
+    @property
+    def depends_on_scale(self) -> bool:
+        """Whether it may be gone at a lower loss scale."""
+        return self.backward and not self.is_undefined
 
     @property
     def names_the_argument(self) -> bool:
@@ -92,8 +108,11 @@ class Event:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Return a key that two events of the same fault share."""
-        return self.op, self.place, self.backward
+        """Return a key that two events of the same fault share.
+
+        As the scale falls, gradients that are too large are found in one op after the other: that is one fault.
+        """
+        return ("gradients",) if self.depends_on_scale else (self.op, self.place, self.backward)
 
 
 @dataclass
@@ -103,6 +122,15 @@ class Call:
     func: OpOverload
     args: Args
     kwargs: Kwargs
+    #: By id, float32 copies of the half tensors that it writes in place, as they were before.
+    before: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for argument in self.func._schema.arguments:
+            value = self.by_name.get(argument.name)
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            if is_written and isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES and readable(value):
+                self.before[id(value)] = value.float()
 
     @property
     def name(self) -> str:
@@ -144,31 +172,31 @@ class Call:
         shown = name if name in _TELLING else "a tensor"
         return f"{shown} given to {function or self.name} ({dtype_name(tensor.dtype)} of shape {tuple(tensor.shape)})"
 
-    def largest_in_float32(self, out: torch.Tensor, is_written: bool) -> float:
-        """The largest magnitude of the same op in float32; of its input for a cast.
+    def largest_in_float32(self, out: torch.Tensor) -> float | None:
+        """The largest magnitude of the same op in float32, from the same inputs; of its input for a cast.
 
-        Args:
-            out: Its result.
-            is_written: Whether it was computed in place.
+        Returns:
+            That of ``out`` where it is no half tensor; None where the op does not take float32.
         """
         if out.dtype not in HALF_DTYPES:
             return largest(out)
         if self.name in ("_to_copy", "copy_", "to") and self.inputs:
             return largest(self.inputs[-1])
-        if is_written:  # what it held is gone
-            number = max(map(abs, self.numbers), default=0.0)
-            return number if number > LARGEST else float("inf")
+        if id(out) not in self.before and any(tensor is out for tensor in self.inputs):
+            return None  # what it held before is gone
 
         def widen(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) in self.before:
+                return self.before[id(tensor)]
             return tensor.float() if tensor.dtype in HALF_DTYPES else tensor
 
         try:
             args = map_tree(self.args, widen, objects=False)
             kwargs = {k: torch.float32 if v in HALF_DTYPES else v for k, v in self.kwargs.items()}
             result = self.func(*args, **map_tree(kwargs, widen, objects=False))
-        except Exception:  # not every op takes float32 in place of half; then the magnitude stays unknown
-            return float("inf")
-        return max((largest(t) for t in tensors_in(result)), default=float("inf"))
+        except Exception:  # not every op takes float32 in place of half
+            return None
+        return max((largest(t) for t in tensors_in(result)), default=None)
 
 
 class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -188,7 +216,16 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def given(self, tensor: torch.Tensor, op: str, name: str) -> None:
         """Note a tensor that came from outside, if it is not finite."""
         if not is_finite(tensor):
-            self._born(tensor, Event(op, Place(name, "", "", None), False, tensor.dtype, largest(tensor)))
+            event = Event(
+                op=op,
+                place=Place(name, "", "", None),
+                backward=False,
+                dtype=tensor.dtype,
+                value=largest(tensor),
+                not_finite=count_not_finite(tensor),
+                elements=tensor.numel(),
+            )
+            self._born(tensor, event)
 
     def origin(self, tensors: Iterable[torch.Tensor]) -> Event | None:
         """The earliest origin of what is not finite in ``tensors``."""
@@ -230,7 +267,9 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place=made.place,
             backward=node is not None,
             dtype=out.dtype,
-            value=call.largest_in_float32(out, is_written),
+            value=call.largest_in_float32(out),
+            not_finite=count_not_finite(out),
+            elements=out.numel(),
             scalars=made.scalars,
             denominators=sum(int((t == 0).sum()) for t in call.inputs[-1:] if t is not out),
             made=sources,
@@ -270,6 +309,8 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             backward=_torch.current_node() is not None,
             dtype=unknown.dtype,
             value=largest(unknown),
+            not_finite=count_not_finite(unknown),
+            elements=unknown.numel(),
             given=call.describe(unknown, place.function),
         )
         self._born(unknown, event)

@@ -10,6 +10,8 @@ from ampcompat.tools.explain.growth import History, Sizes
 from ampcompat.tools.explain.lost_weights import first_written, params_of, state_of, weights_message
 from ampcompat.tools.explain.messages import Message
 from ampcompat.tools.explain.numbers import not_representable, numbers_message
+from ampcompat.tools.explain.tally import BackOff
+from ampcompat.tools.tensors import largest_on_device
 
 
 class WeightWatch:
@@ -21,33 +23,52 @@ class WeightWatch:
         watched: Whether weights and state were finite when they were last looked at.
         versions: Of the weights, then.
         history: How large the weights were, after each of the last steps.
-        faulty: Whether the loss or a gradient of the step to come is not finite.
+        back_off: Which of the last steps were skipped.
+        losses: Those of the blocks since the last step.
+        is_lost: Whether the step to come is known to be lost: its loss or a gradient is not finite.
+        has_finite_loss: Whether the losses of the last step were finite, if it was made.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.seen = self.made = 0
         self.history = History()
-        self.faulty = False
+        self.back_off = BackOff()
+        self.losses: list[torch.Tensor] = []
+        self.is_lost = False
+        self.has_finite_loss = True
         self._look(optimizer)
 
     def _look(self, optimizer: Optimizer) -> None:
         """Look at the weights as something other than a step has written them. One host sync."""
-        self.watched, sizes = _examine(optimizer)
+        self.watched, _, sizes = _examine(optimizer, [])
         self.versions = _versions(optimizer)
         self.history.begin(sizes)
 
-    def look_again(self, optimizer: Optimizer) -> None:
-        """Before a step: it is to answer for its own writing alone. One host sync, if the weights were written."""
+    def begin_block(self, optimizer: Optimizer, loss: torch.Tensor) -> None:
+        """Keep the loss, and look at weights that something other than a step has written: one host sync, if so.
+
+        The step to come is to answer for its own writing alone.
+        """
+        self.losses.append(loss.detach())
         if self.watched and self.versions != _versions(optimizer):
             self._look(optimizer)
 
+    def end_step(self) -> None:
+        """A step was made or skipped, and told of."""
+        self.losses.clear()
+        self.is_lost = False
+
     def after(self, optimizer: Optimizer) -> list[Message]:
-        """Look at what a step wrote (one host sync a device), and at its numbers the first time; what is to be told."""
+        """Look at what a step wrote and at its losses (one host sync a device), and at its numbers the first time.
+
+        Returns:
+            What is to be told of that.
+        """
         written = None
         if self.watched:
-            self.watched, sizes = _examine(optimizer)
+            self.watched, self.has_finite_loss, sizes = _examine(optimizer, self.losses)
             self.history.add(sizes, optimizer)
-            if not self.watched and not self.faulty:  # else the fault was told
+            if not self.watched and not self.is_lost:  # otherwise the fault was told
                 written = first_written(optimizer)
         self.versions = _versions(optimizer)
         messages: list[Message] = []
@@ -57,19 +78,21 @@ class WeightWatch:
             if found:
                 messages.append(numbers_message(found))
         if written is not None:
-            # A division by zero is infinite at any learning rate.
-            growth = None if written.numbers else self.history.growth(optimizer)
+            # A division by zero, or such a gradient, is infinite at any learning rate.
+            at_any_rate = bool(written.numbers) or written.of_gradient
+            growth = None if at_any_rate else self.history.growth(optimizer)
             messages.append(weights_message(written, self.seen, growth))
         return messages
 
 
-def _examine(optimizer: Optimizer) -> tuple[bool, list[Sizes]]:
-    """Whether all weights that ``optimizer`` steps, the halves of masters too, and all its state are finite.
+def _examine(optimizer: Optimizer, losses: list[torch.Tensor]) -> tuple[bool, bool, list[Sizes]]:
+    """Look at all weights that ``optimizer`` steps, the halves of masters too, at all its state, and at ``losses``.
 
-    Reads the device: one host sync each.
+    Reads each device: one host sync each.
 
     Returns:
-        That, and how large the weights are, which stays on the device.
+        Whether weights and state are finite, whether the losses are, and how large the weights are, which stays on the
+        device.
     """
     stepped: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     others: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -89,11 +112,21 @@ def _examine(optimizer: Optimizer) -> tuple[bool, list[Sizes]]:
         sizes.append(Sizes([id(tensor) for tensor in tensors], largest_of_each))
     for (device, _), tensors in others.items():
         flags.setdefault(device, []).append(torch.isfinite(_largest_of_each(tensors)).all())
-    finite = all(bool(torch.stack(found).all()) for found in flags.values())
-    return finite, sizes
+    counts = {device: len(found) for device, found in flags.items()}
+    for loss in losses:
+        flags.setdefault(loss.device, []).append(torch.isfinite(loss).all())
+    weights_are_finite = losses_are_finite = True
+    for device, found in flags.items():
+        seen = torch.stack(found).tolist()
+        count = counts.get(device, 0)
+        weights_are_finite = weights_are_finite and all(seen[:count])
+        losses_are_finite = losses_are_finite and all(seen[count:])
+    return weights_are_finite, losses_are_finite, sizes
 
 
 def _largest_of_each(tensors: list[torch.Tensor]) -> torch.Tensor:
+    if tensors[0].device.type == "cpu":  # torch's norm is slow there
+        return torch.stack([largest_on_device(tensor) for tensor in tensors])
     return torch.stack(_torch.foreach_norm([tensor.detach() for tensor in tensors], float("inf")))
 
 

@@ -95,6 +95,16 @@ class Result:
     verdict: str
     judged: bool = True
 
+    @property
+    def is_off(self) -> bool:
+        """Whether a finite loss is out of tolerance."""
+        return not self.passed and self.deviation is not None and self.deviation.first_beyond is not None
+
+    @property
+    def is_without_update(self) -> bool:
+        """Whether every step was skipped."""
+        return bool(self.run.steps) and all(step.skipped for step in self.run.steps)
+
     def steps(self) -> list[tuple[Step, float | None]]:
         """Each step with its deviation, None beyond what could be compared."""
         values = self.deviation.by_step if self.deviation else []
@@ -102,7 +112,7 @@ class Result:
 
 
 def judge(runs: Sequence[Run], tolerance: Tolerance, shown: Sequence[str] = ()) -> list[Result]:
-    """Compare all of ``runs`` with the first, the reference.
+    """Compare all of ``runs`` with the first, the reference, or with one that skipped the same steps.
 
     A run passes when no loss is out of tolerance and it got as far as it should: through all its steps, or, where the
     reference ended by itself, as far as that.
@@ -115,8 +125,9 @@ def judge(runs: Sequence[Run], tolerance: Tolerance, shown: Sequence[str] = ()) 
     reference = runs[0]
     results = [_of_reference(reference)]
     for run in runs[1:]:
-        deviation = compare(run.losses, reference.losses, tolerance)
-        fault = _fault(run, deviation, reference)
+        compared_with = run.reference or reference
+        deviation = compare(run.losses, compared_with.losses, tolerance)
+        fault = _fault(run, deviation, compared_with)
         judged = run.level.opt_level not in shown
         results.append(Result(run, deviation, not fault, fault or "within tolerance", judged))
     return results
@@ -138,7 +149,7 @@ def _fault(run: Run, deviation: Deviation, reference: Run) -> str:
         return run.message
     if deviation.largest is None:
         return "no loss to compare"
-    if all(step.skipped for step in run.steps):
+    if run.steps and all(step.skipped for step in run.steps):
         return f"no update was made: all {len(run.steps)} steps were skipped"
     if deviation.first_beyond is None:
         return ""

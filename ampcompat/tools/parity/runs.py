@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -43,6 +43,7 @@ class Run:
             (stopped because there was no progress) or ``"interrupted"``.
         message: Why it ended early, in one line; empty for ``"complete"``.
         log: The file with the script's output.
+        reference: A run of the reference that skipped the same steps; None where there is none.
     """
 
     level: Level
@@ -50,6 +51,7 @@ class Run:
     ending: str = "complete"
     message: str = ""
     log: str | None = None
+    reference: Run | None = None
 
     @property
     def losses(self) -> list[float | None]:
@@ -86,13 +88,29 @@ class Run:
         return max((step.memory for step in self.steps if step.memory is not None), default=None)
 
 
-def run_level(level: Level, options: Options, folder: Path) -> Run:
+def run_level(
+    level: Level,
+    options: Options,
+    folder: Path,
+    *,
+    skips: Sequence[int] = (),
+    on_step: Callable[[int], object] = lambda number: None,
+) -> Run:
     """Run the script at ``level``, its output in a log in ``folder``.
+
+    Args:
+        level: What to run.
+        options: The settings.
+        folder: For the log and the journal.
+        skips: The numbers of steps that are skipped as after an overflow.
+        on_step: Called with the number of each step when it is recorded.
 
     Returns:
         The record, however the run ended; one that Ctrl-C ended has the ending ``"interrupted"``.
     """
     name = level.name.replace(" ", "-")
+    if skips:
+        name += f"-without-{'-'.join(map(str, skips))}"[:100]
     journal = folder / f"{name}.jsonl"
     log = folder / f"{name}.log"
     run = Run(level, log=str(log))
@@ -102,6 +120,7 @@ def run_level(level: Level, options: Options, folder: Path) -> Run:
         seen[kind] = content
         if kind == "step":
             run.steps.append(read_step(content))
+            on_step(len(run.steps))
 
     def must_end(waited: float) -> bool:
         if len(run.steps) >= options.steps:
@@ -111,7 +130,7 @@ def run_level(level: Level, options: Options, folder: Path) -> Run:
             run.ending = "stalled"
         return stalled
 
-    command = process.command(journal, options.steps, options.seed, options.target)
+    command = process.command(journal, options.steps, options.seed, skips, options.target)
     variables = process.environment(options.seed, level.environment)
     code: int | None = None
     try:
@@ -139,11 +158,11 @@ def _describe(run: Run, options: Options, code: int | None, end: End) -> None:
     """
     made = len(run.steps)
     after = f"after {made} of {options.steps} steps"
-    if made >= options.steps:
+    if run.ending == "interrupted":
+        run.message = f"interrupted {after}"
+    elif made >= options.steps:
         run.ending = "complete"
         run.message = "" if any(step.losses for step in run.steps) else _NO_LOSS
-    elif run.ending == "interrupted":
-        run.message = f"interrupted {after}"
     elif run.ending == "stalled":
         hint = "" if made else "; raise --timeout if the script is just slow to start"
         if end and not made:

@@ -40,8 +40,11 @@ def skip_note(result: Result) -> str:
         return ""
     more = f" and {len(numbers) - WRITTEN_OUT} more" if len(numbers) > WRITTEN_OUT else ""
     which = f"{'steps' if len(numbers) > 1 else 'step'} {', '.join(map(str, numbers[:WRITTEN_OUT]))}{more}"
+    what = f"{result.run.level.name} skipped {which} for an overflow"
+    if result.run.reference is not None:
+        return f"{what}; it is compared with a run of O0 that skipped the same"
     behind = f"{len(numbers)} update{'s' if len(numbers) > 1 else ''} behind O0"
-    return f"{result.run.level.name} skipped {which} for an overflow: its weights are then {behind}"
+    return f"{what}: its weights are then {behind}"
 
 
 def _row(result: Result) -> tuple[str, ...]:

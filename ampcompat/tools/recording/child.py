@@ -1,4 +1,4 @@
-"""``python -m ampcompat.tools.recording.child JOURNAL STEPS SEED TARGET…``: run a script and record it."""
+"""``python -m ampcompat.tools.recording.child JOURNAL STEPS SEED SKIPS TARGET…``: run a script and record it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from ampcompat.tools.core import observers
 from ampcompat.tools.generators import seed_all
 from ampcompat.tools.recording.journal import End, Journal
 from ampcompat.tools.recording.recorder import Recorder
+from ampcompat.tools.recording.skips import Skips
 
 
 def main(argv: Sequence[str]) -> None:
     """Run the script; what it raises is let through when it has been noted."""
-    path, steps, seed, *target = argv
+    path, steps, seed, skips, *target = argv
     children = _watch_for_children()
     seed_all(int(seed))
     journal = Journal(path, int(steps))
     recorder = Recorder(journal.step, measure=True)
     observers().append(recorder)
+    if skips:
+        observers().append(Skips(recorder, {int(number) for number in skips.split(",")}))
     journal.write("ready")
 
     def seen() -> End:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from ampcompat.tools.core import observers
+from ampcompat.tools.paths import why_not_writable
 from ampcompat.tools.report.observer import PrecisionReport
 
 __all__ = ["PrecisionReport", "report", "report_as_asked"]
@@ -41,7 +42,13 @@ def report_as_asked() -> None:
     """Observe a process that a script under ``ampcompat run --report`` has started, from its ``initialize`` on.
 
     When it ends, it writes a file of its own.
+
+    Raises:
+        ValueError: The file cannot be written.
     """
     file = os.environ.get(VARIABLE)
+    problem = why_not_writable(file) if file else ""
+    if problem:
+        raise ValueError(f"{VARIABLE}={file!r} - {problem} - name a file that can be written.")
     if file is not None and not any(isinstance(one, PrecisionReport) for one in observers()):
         PrecisionReport(STEPS).start_as_child(file)

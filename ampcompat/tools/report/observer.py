@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import platform
 import sys
@@ -10,7 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
-from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import torch
 
 from ampcompat import __version__
 from ampcompat.tools import core
+from ampcompat.tools.at_end import at_end
 from ampcompat.tools.data import to_json
 from ampcompat.tools.frames import hide_tools
 from ampcompat.tools.recording.journal import error_line
@@ -69,15 +68,12 @@ class PrecisionReport:
 
         def save() -> None:
             if self._initialized:
-                self._initialized = False  # atexit and multiprocessing may both call
                 self.stop()
                 told = self.save(file, is_child=True)
                 if told:
                     core.say(told, all_ranks=True)
 
-        # Workers of multiprocessing run none of atexit's functions.
-        atexit.register(save)
-        util.Finalize(None, save, exitpriority=0)
+        at_end(save)
 
     def _observe(self) -> None:
         core.observers().append(self)
@@ -195,14 +191,19 @@ class PrecisionReport:
         else:
             content = as_text(facts) + "\n"
         partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-        partial.write_text(content, encoding="utf-8")
-        partial.replace(target)
+        try:
+            partial.write_text(content, encoding="utf-8")
+            partial.replace(target)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
 
     def save(self, file: str, is_child: bool = False) -> str:
         """Write ``file``, named by the rank where there are several processes.
 
         Returns:
-            What rank 0 says of that: for "", the report itself; nothing on other ranks.
+            What rank 0 says of that: for "", and where the file cannot be written, the report itself; nothing on other
+            ranks.
         """
         facts = self._facts()
         if not file:
@@ -211,7 +212,10 @@ class PrecisionReport:
             path = named_by(file, f"rank{facts.rank}")
         else:
             path = named_by(file, f"process{os.getpid()}") if is_child else file
-        self.write(path)
+        try:
+            self.write(path)
+        except OSError as problem:
+            return f"{as_text(facts)}\n\nThe precision report could not be written to {path}: {problem.strerror}"
         shown = os.path.relpath(path)
         if shown.startswith(".."):
             shown = path

@@ -24,8 +24,11 @@ def sentences(facts: Facts) -> list[str]:
     if facts.steps:
         last = {one.loss_id: one.scale for step in facts.history for one in step.scales}
         scales = ", ".join(f"{last[loss_id]:g}" for loss_id in sorted(last))
+        were = "was" if facts.skipped == 1 else "were"
         ended = f"; the loss scale ended at {scales}" if scales else ""
-        found.append(f"{facts.skipped} of {facts.steps} optimizer steps were skipped for overflow{ended}.")
+        found.append(f"{facts.skipped} of {facts.steps} optimizer steps {were} skipped for overflow{ended}.")
+        if facts.skipped > _healthy_skips(facts.steps):
+            found.append("Finding the loss scale costs fewer: `ampcompat run --explain` looks for the cause.")
     if facts.steps and not facts.blocks and facts.setting.half == "float16":
         found.append("No scale_loss block was entered: losses were not scaled, so small gradients vanished.")
     if facts.odd_products:
@@ -35,6 +38,11 @@ def sentences(facts: Facts) -> list[str]:
     if facts.world > 1:
         found.append(f"This report is of rank {facts.rank}, one of {facts.world}.")
     return found
+
+
+def _healthy_skips(steps: int) -> float:
+    """The most steps that a dynamic loss scale skips in a healthy run: at its start, and when it has grown again."""
+    return 10 + steps / 500
 
 
 def _headline(facts: Facts, share: float | None) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 import torch.nn.functional as F
-from amp_training import explainer, initialized, make_step, reset
+from amp_training import explainer, initialized, last_words, make_step, reset
 from torch import nn
 
 from ampcompat import amp
@@ -83,7 +83,7 @@ def test_bitwise_the_same_run(level, accumulate, capsys):
 
 def test_a_fused_optimizer_is_asked_at_the_next_block(capsys):
     run("O1", True, fused=True)
-    assert "ampcompat explain: A step was skipped." in capsys.readouterr().err
+    assert "ampcompat explain: Step 4 was skipped: the loss is inf." in capsys.readouterr().err
 
 
 def test_the_replay_sees_the_same_random_numbers_and_buffers():
@@ -223,9 +223,11 @@ def test_without_overflow_only_steps_are_examined():
         return found[1:]  # the first block looks at what there is before any step
 
     for (plain, plain_step), (observed, step) in zip(ops(False), ops(True), strict=True):
-        assert observed == plain
+        assert [name for name in observed if name != "detach"] == [name for name in plain if name != "detach"]
         assert step[: len(plain_step)] == plain_step
-        assert step[len(plain_step) :].count("_local_scalar_dense") == 1  # one host sync
+        # All flags are read by one tolist(): one host sync, and no op on the CPU.
+        assert step[len(plain_step) :].count("stack") > 0
+        assert "_local_scalar_dense" not in step[len(plain_step) :]
         assert not [name for name in step[len(plain_step) :] if name.endswith("_")]  # and nothing is written
 
 
@@ -238,9 +240,10 @@ def test_a_fault_is_told_once_and_the_limit_ends_it(capsys):
         optimizer.zero_grad()
     out = capsys.readouterr().err
     assert out.count("input 0 was not finite") == 1
-    assert out.count("left the range of float16") == 1
+    assert out.count("too large for float16") == 1
     assert out.count("that was the last explanation") == 1
-    assert not observers()  # nothing is kept any more
+    (tally,) = observers()  # nothing is kept any more, steps are counted
+    assert (tally.steps, tally.skipped) == (4, 4)
 
 
 def test_a_batch_that_cannot_be_run_again_does_not_stop_the_run(capsys):
@@ -258,6 +261,7 @@ def test_a_batch_that_cannot_be_run_again_does_not_stop_the_run(capsys):
     explain_overflows()
     make_step(optimizer, model(torch.full((2, 4), float("nan"))).mean())
     assert "could not be run again: RuntimeError: only once" in capsys.readouterr().err
+    assert last_words()[-1].head == "1 of 1 step was skipped; the cause was not found."
     assert observers()
     assert torch.is_autocast_enabled("cpu")
 
@@ -410,7 +414,7 @@ def test_twice_is_once():
     assert explainer().left == 5
 
 
-def test_the_scale_that_is_named_is_that_of_the_loss(capsys):
+def test_the_scale_that_is_named_is_that_of_the_loss():
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -421,7 +425,7 @@ def test_the_scale_that_is_named_is_that_of_the_loss(capsys):
         with amp.scale_loss(model(torch.randn(4, 8)).sum() * 0.05, optimizer, loss_id=loss_id) as scaled:
             scaled.backward()
     optimizer.step()
-    assert "without the loss scale of 1.04858e+06 it is" in capsys.readouterr().err
+    assert "without the loss scale of 1048576 the gradient is" in last_words()[0].text()
 
 
 def test_a_lost_weight_is_not_told_as_a_fault_of_its_own(capsys):

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from parity_runs import run
+from parity_runs import run, step
 
 from ampcompat.cli import main, parity
 from ampcompat.tools.parity.runs import Run
@@ -24,7 +24,7 @@ def test_a_comparison_from_end_to_end(tmp_path, capsys):
     out = tmp_path / "new" / "folder"
     line = [
         "parity",
-        "--opt-levels=O2",
+        "--opt-level=O2",
         "--steps",
         "2",
         "--seed",
@@ -64,9 +64,9 @@ def fake_runs(monkeypatch, **losses):
     """Stand in for the processes; a list of losses, or a run, per level."""
     started = []
 
-    def run_level(level, options, folder):
-        started.append(level.name)
-        made = losses[level.opt_level]
+    def run_level(level, options, folder, skips=(), on_step=None):
+        started.append(level.name + (f" without {skips}" if skips else ""))
+        made = losses[level.opt_level if not skips else "without"]
         made = made if isinstance(made, Run) else run(level.opt_level, made, level.dtype)
         made.log = str(folder / "log")
         Path(made.log).write_text("".join(f"line {i}\n" for i in range(100)))
@@ -78,18 +78,18 @@ def fake_runs(monkeypatch, **losses):
 
 def test_a_level_out_of_tolerance_makes_the_status_1(monkeypatch, capsys):
     fake_runs(monkeypatch, O0=[1.0, 1.0], O1=[1.0, 1.05], O2=[1.0, 2.0])
-    assert main(["parity", "--opt-levels", "O1", SCRIPT]) == 0
-    assert main(["parity", "--opt-levels", "O1,O2", SCRIPT]) == 1
+    assert main(["parity", "--opt-level", "O1", SCRIPT]) == 0
+    assert main(["parity", "--opt-level", "O1,O2", SCRIPT]) == 1
     assert "FAIL: out of tolerance from step 2" in capsys.readouterr().out
-    assert main(["parity", "--opt-levels", "O2", "--rtol", "1", SCRIPT]) == 0
-    assert main(["parity", "--opt-levels", "O2", "--rtol", "0", "--atol=1", SCRIPT]) == 0
+    assert main(["parity", "--opt-level", "O2", "--rtol", "1", SCRIPT]) == 0
+    assert main(["parity", "--opt-level", "O2", "--rtol", "0", "--atol=1", SCRIPT]) == 0
 
 
 def test_a_crash_keeps_the_recorded_steps(monkeypatch, capsys, tmp_path):
     """The command shows the end of the script's output."""
     crashed = run("O1", [1.0], "float16", ending="crashed", message="crashed after 1 of 2 steps: KeyError: 1")
     started = fake_runs(monkeypatch, O0=[1.0, 1.0], O1=crashed, O2=[1.0, 1.0])
-    assert main(["parity", "--opt-levels", "O1,O2", "--out", str(tmp_path), SCRIPT]) == 1
+    assert main(["parity", "--opt-level", "O1,O2", "--out", str(tmp_path), SCRIPT]) == 1
     shown = capsys.readouterr()
     assert "FAIL: crashed after 1 of 2 steps: KeyError: 1" in shown.out
     assert "  | line 99" in shown.err
@@ -102,7 +102,7 @@ def test_o3_is_judged_where_it_is_asked_for_only(monkeypatch, capsys):
     fake_runs(monkeypatch, O0=[1.0, 1.0], O1=[1.0, 1.0], O2=[1.0, 1.0], O3=[1.0, 2.0])
     assert main(["parity", SCRIPT]) == 0
     assert "not judged: out of tolerance from step 2" in capsys.readouterr().out
-    assert main(["parity", "--opt-levels", "O3", SCRIPT]) == 1
+    assert main(["parity", "--opt-level", "O3", SCRIPT]) == 1
     assert "FAIL: out of tolerance from step 2" in capsys.readouterr().out
 
 
@@ -113,8 +113,85 @@ def test_a_loss_that_is_not_finite_prints_the_next_command(monkeypatch, capsys):
     command = "ampcompat run --explain --opt-level O3 --dtype bf16"
     assert lines == [f"next: {command} {SCRIPT} --name 'a b'"]
     fake_runs(monkeypatch, O0=[1.0, float("nan")], O1=[1.0, float("nan")])
-    main(["parity", "--opt-levels", "O1", SCRIPT])
+    main(["parity", "--opt-level", "O1", SCRIPT])
     assert "next: " not in capsys.readouterr().out
+
+
+def test_a_level_that_skips_is_compared_with_an_o0_that_skips_the_same(monkeypatch, capsys):
+    """Its loss is out of tolerance for the updates that it lacks alone."""
+
+    def skipping():
+        made = run("O1", [4.0, 4.0, 3.0], "float16")
+        made.steps[0] = step(1, 4.0, skipped=True)
+        return made
+
+    started = fake_runs(
+        monkeypatch, O0=[4.0, 3.0, 2.0], O1=skipping(), O2=skipping(), without=run("O0", [4.0, 4.0, 3.0])
+    )
+    assert main(["parity", "--opt-level", "O1,O2", SCRIPT]) == 0
+    assert started == ["O0", "O1 fp16", "O0 without (1,)", "O2 fp16"]
+    shown = capsys.readouterr()
+    assert "O0 without 1 step: running" in shown.err
+    assert "it is compared with a run of O0 that skipped the same" in shown.out
+
+
+def test_a_finite_deviation_is_followed_by_what_check_finds(monkeypatch, capsys, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(CLIPS_THE_MODEL)
+    fake_runs(monkeypatch, O0=[1.0, 1.0], O1=[1.0, 2.0])
+    assert main(["parity", "--opt-level", "O1", str(script)]) == 1
+    *_, command, finding = capsys.readouterr().out.splitlines()
+    assert command == f"next: ampcompat check {script}"
+    assert finding.startswith(f"  {script}:6: error: ")
+
+
+CLIPS_THE_MODEL = """\
+import torch
+from apex import amp
+model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+with amp.scale_loss(loss, optimizer) as scaled_loss:
+    scaled_loss.backward()
+torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+optimizer.step()
+"""
+
+
+def test_an_output_that_ends_as_another_did_is_shown_once(monkeypatch, capsys):
+    crash = {"ending": "crashed", "message": "crashed after 0 of 2 steps: KeyError: 1"}
+    fake_runs(monkeypatch, O0=[1.0], O1=run("O1", [], "float16", **crash), O2=run("O2", [], "float16", **crash))
+    assert main(["parity", "--opt-level", "O1,O2", SCRIPT]) == 1
+    said = capsys.readouterr().err
+    assert said.count("  | line 99") == 1
+    assert "its output ends as above" in said
+
+
+def test_the_end_of_an_output_is_its_traceback():
+    trace = ["Traceback (most recent call last):", "  File", "KeyError: 1"]
+    assert parity._end_of(["opt_level : O1", *trace]) == trace
+    assert parity._end_of([str(number) for number in range(99)])[0] == "84"
+
+
+def test_steps_are_counted_on_a_terminal(monkeypatch, capsys):
+    def run_level(level, options, folder, skips=(), on_step=None):
+        on_step(1)
+        return run(level.opt_level, [1.0], level.dtype)
+
+    monkeypatch.setattr(parity, "run_level", run_level)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    assert main(["parity", "--opt-level", "O1", SCRIPT]) == 0
+    assert "\r\x1b[KO1 fp16: step 1 of 20\r\x1b[KO1 fp16: 1 step, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [(["-m", "nosuch.module"], "No module named nosuch.module"), (["."], "can't find '__main__' module")],
+)
+def test_what_cannot_be_started_is_bad_usage(monkeypatch, capsys, tmp_path, target, said):
+    monkeypatch.chdir(tmp_path)
+    started = fake_runs(monkeypatch)
+    assert main(["parity", *target]) == 2
+    assert said in capsys.readouterr().err
+    assert started == []
 
 
 def test_nothing_runs_after_an_o0_that_nothing_can_be_compared_with(monkeypatch, capsys):
@@ -138,7 +215,7 @@ def test_an_interrupt_ends_the_comparison_with_what_there_is(monkeypatch, capsys
 def test_without_matplotlib_the_rest_is_written(monkeypatch, capsys, tmp_path):
     fake_runs(monkeypatch, O0=[1.0], O1=[1.0])
     monkeypatch.setitem(sys.modules, "ampcompat.tools.pictures", None)
-    assert main(["parity", "--opt-levels", "O1", "--out", str(tmp_path), SCRIPT]) == 0
+    assert main(["parity", "--opt-level", "O1", "--out", str(tmp_path), SCRIPT]) == 0
     assert "pip install 'ampcompat[plot]'" in capsys.readouterr().err
     assert (tmp_path / "parity.json").is_file()
     assert not (tmp_path / "parity.png").exists()
@@ -150,14 +227,16 @@ def test_without_matplotlib_the_rest_is_written(monkeypatch, capsys, tmp_path):
         ([], "no script given"),
         (["--steps", "0", SCRIPT], "--steps must be 1 or more"),
         (["--rtol", "nan", SCRIPT], "0 or more"),
-        (["--opt-levels", "01", SCRIPT], "'01' is not an opt_level"),
-        (["--dtypes", "", SCRIPT], "empty list"),
+        (["--opt-level", "01", SCRIPT], "'01' is not an opt_level"),
+        (["--dtype", "", SCRIPT], "empty list"),
         (["--out", SCRIPT, SCRIPT], "it is not a directory"),
         (["--no-such-option", SCRIPT], "unrecognized arguments"),
         (
             ["--smooth", "3", SCRIPT],
             "no such option any more - allow noisy losses more with --rtol",
         ),
+        (["--opt-levels", "O2", SCRIPT], "no such option any more - use --opt-level O1,O2"),
+        (["--dtypes=fp16", SCRIPT], "no such option any more - use --dtype fp16,bf16"),
         (["--keep-fp32=a", SCRIPT], "set AMPCOMPAT_KEEP_FP32=a,b, which every run inherits"),
         (["-"], "a script from standard input - it is run several times"),
     ],

@@ -118,6 +118,15 @@ def test_skipped_steps_are_named_with_what_they_cost():
     assert last == "O1 fp16 skipped step 1 for an overflow: its weights are then 1 update behind O0"
 
 
+def test_a_level_is_compared_with_a_reference_that_skipped_the_same():
+    level = with_skips([4.0, 4.0, 3.0], (1,))
+    level.reference = run("O0", [4.0, 4.0, 3.0])
+    results = judge([run("O0", [4.0, 3.0, 2.0]), level], Tolerance(0.1))
+    assert (results[1].passed, results[1].deviation.largest) == (True, 0.0)
+    last = table(results, Tolerance(0.1)).splitlines()[-1]
+    assert last == "O1 fp16 skipped step 1 for an overflow; it is compared with a run of O0 that skipped the same"
+
+
 def test_a_run_that_never_updates_fails():
     found = judge([run("O0", [4.0, 3.0]), with_skips([4.0, 4.0], (1, 2))], Tolerance(9.0))[1]
     assert (found.passed, found.verdict) == (False, "no update was made: all 2 steps were skipped")

@@ -5,10 +5,11 @@ import pytest
 from parity_runs import run, step
 from PIL import Image
 
+from ampcompat.amp import levels
 from ampcompat.tools.parity.compare import Tolerance, judge
 from ampcompat.tools.parity.levels import Level
 from ampcompat.tools.parity.runs import Run
-from ampcompat.tools.pictures import COLOURS, save_comparison
+from ampcompat.tools.pictures import PALETTE, colour_of, save_comparison
 
 
 def drawn(tmp_path, *runs, rtol=0.1):
@@ -21,7 +22,7 @@ def drawn(tmp_path, *runs, rtol=0.1):
 
 def pixels(image, level):
     """How many pixels have the colour of ``level``, or nearly: the palette is a small one."""
-    colour = [int(COLOURS[level][i : i + 2], 16) for i in (1, 3, 5)]
+    colour = [int(colour_of(level)[i : i + 2], 16) for i in (1, 3, 5)]
     return int((abs(image - colour).max(axis=2) <= 12).sum())
 
 
@@ -31,6 +32,14 @@ def test_each_level_is_there_in_its_colour(tmp_path):
     assert pixels(image, "O0") > 500
     assert pixels(image, "O2") > 500
     assert pixels(image, "O3") == 0
+
+
+def test_new_rows_of_the_table_have_colours(tmp_path, monkeypatch):
+    row = levels.LEVELS["O2"]
+    for number in range(6, 9):
+        monkeypatch.setitem(levels.LEVELS, f"O{number}", row)
+    assert [colour_of(f"O{number}") for number in range(9)] == [*PALETTE, PALETTE[0]]
+    assert drawn(tmp_path, run("O0", [1.0, 2.0]), run("O8", [1.0, 2.0], "float16")).std() > 0
 
 
 def test_curves_that_coincide_can_be_told_apart(tmp_path):

@@ -145,6 +145,13 @@ assert sys.argv[1:] == ["--steps", "9"], sys.argv
     assert (run.ending, len(run.steps)) == ("ended", 2), Path(run.log).read_text()
 
 
+def test_a_run_of_the_reference_skips_what_it_is_told(tmp_path):
+    """Its log does not take the place of that of the run without."""
+    run = run_level(Level("O0"), Options([SCRIPT, "well"], 3, 0, timeout=100), tmp_path, skips=(1, 3))
+    assert run.skipped_steps == [1, 3], Path(run.log).read_text()
+    assert Path(run.log).name == "O0-without-1-3.log"
+
+
 # -- the ending alone --------------------------------------------------------------------------------------------------
 STARTED = "it started other processes"
 
@@ -169,6 +176,7 @@ def end(unused="", blocks=3, error=None, children=False):
         ([1.0], "stalled", None, {}, "stalled", "no step for 60 s, ended after 1 of 2 steps"),
         ([], "stalled", None, {}, "stalled", "raise --timeout if the script is just slow to start"),
         ([1.0], "interrupted", None, {}, "interrupted", "interrupted after 1 of 2 steps"),
+        ([1.0, 1.0], "interrupted", None, {}, "interrupted", "interrupted after 2 of 2 steps"),  # at its very end
         ([], "", 0, end("the script never called amp.initialize"), "ended", "never called amp.initialize"),
         ([], "", 0, end("the script never called amp.initialize", children=True), "ended", STARTED),
         ([], "", 0, end(blocks=0), "ended", "neither amp.scale_loss nor optimizer.step()"),

@@ -106,7 +106,7 @@ def test_seeds_beyond_what_numpy_takes():
 
 @pytest.mark.parametrize("target", [["train.py", "--steps", "3"], ["-m", "train"], ["-c", "pass", "--", "x"]])
 def test_the_script_ends_the_command_line(target, tmp_path):
-    assert command(tmp_path / "j", 3, 7, target)[3:] == [str(tmp_path / "j"), "3", "7", *target]
+    assert command(tmp_path / "j", 3, 7, (1, 2), target)[3:] == [str(tmp_path / "j"), "3", "7", "1,2", *target]
 
 
 @pytest.mark.parametrize("losses", [[1.5, 2.0], [], [math.inf], [-math.inf]])

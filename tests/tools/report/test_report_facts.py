@@ -42,7 +42,7 @@ def test_o1(capsys):
     assert facts["would_repay"] == []
     assert [(r["module"], r["odd"]) for r in facts["odd_products"]] == [("head", [10])]
     assert facts["sentences"][0] == "Half precision is on: 100.0 % of the FLOPs ran in float16."
-    assert "1 of 4 optimizer steps were skipped for overflow; the loss scale ended at 32768." in facts["sentences"]
+    assert "1 of 4 optimizer steps was skipped for overflow; the loss scale ended at 32768." in facts["sentences"]
 
 
 def test_o2_counts_masters_and_halved_weights():

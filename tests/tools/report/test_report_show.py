@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from report_runs import train
 from torch import nn
 
 from ampcompat import amp
-from ampcompat.tools.report import PrecisionReport
+from ampcompat.tools.report import PrecisionReport, report_as_asked
 
 
 class Page(html.parser.HTMLParser):
@@ -198,3 +199,33 @@ def test_rank_0_alone_prints(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     _, report = train("O1")
     assert report.save("") == ""
+
+
+# -- a file that cannot be written -------------------------------------------------------------------------------------
+def test_a_report_whose_file_cannot_be_written_is_printed(monkeypatch, tmp_path):
+    _, report = train("O1", steps=1)
+
+    def full(self, *_args, **_options):
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    told = report.save(str(tmp_path / "r.html"))
+    assert told.startswith("precision report: opt_level O1")
+    assert told.endswith(f"could not be written to {tmp_path / 'r.html'}: No space left on device")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_environment_names_a_file_that_can_be_written(monkeypatch):
+    monkeypatch.setenv("AMPCOMPAT_REPORT", "/nonexistent/x.html")
+    with pytest.raises(ValueError, match=r"^AMPCOMPAT_REPORT='/nonexistent/x.html' - its folder does not exist - name"):
+        report_as_asked()
+
+
+def test_many_skipped_steps_point_to_explain():
+    _, usual = train("O1", steps=6, bad=(1,))
+    reset()
+    _, report = train("O1", steps=14, bad=range(12))
+    hint = "Finding the loss scale costs fewer: `ampcompat run --explain` looks for the cause."
+    assert hint in report.facts()["sentences"]
+    assert hint not in usual.facts()["sentences"]

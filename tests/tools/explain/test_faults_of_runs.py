@@ -1,0 +1,400 @@
+"""Runs of forty steps, each with one fault: explain names it, where it is and the cheapest cure, and sums up.
+
+A step that an ordinary back-off of the loss scale skips is no fault. What cannot be known is said to be unknown.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.nn.functional as F
+from amp_training import last_words
+from torch import nn
+
+from ampcompat import amp
+from ampcompat.tools.explain import explain_overflows
+
+STEPS = 40
+RAMP = torch.linspace(-1, 1, 32).view(4, 8)
+INFINITE = torch.full((8,), float("inf"))
+WIDE = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)) * 5
+
+
+class Layer(nn.Module):
+    """A linear layer, and what ``then`` does with its result."""
+
+    def __init__(self, then=lambda y: y, weight=None):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.then = then
+        if weight is not None:
+            nn.init.constant_(self.fc.weight, weight)
+            nn.init.constant_(self.fc.bias, weight)
+
+    def forward(self, x):
+        return self.then(self.fc(x))
+
+
+class Residual(nn.Module):
+    """As in T5: the second layer gives results beyond float16, and a norm hides how large they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.wi = nn.Linear(8, 8)
+        self.wo = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        nn.init.constant_(self.wi.weight, 1.0)
+        nn.init.constant_(self.wo.weight, 3e4)
+
+    def forward(self, x):
+        return self.norm(x + self.wo(F.relu(self.wi(x))))
+
+
+class Scores(nn.Module):
+    """Attention whose scores are masked, or multiplied, by a constant."""
+
+    def __init__(self, fill=0.0, sharp=1.0):
+        super().__init__()
+        self.qk = nn.Linear(8, 8)
+        self.fill, self.sharp = fill, sharp
+
+    def forward(self, x):
+        scores = self.qk(x) * self.sharp
+        mask = torch.zeros_like(scores)
+        mask[:, 4:] = 1
+        mask[0] = 1  # nothing is left of this row
+        return torch.softmax(scores + mask * self.fill, -1)
+
+
+class WrongBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad / (x - x)
+
+
+def square(y):
+    return y.float().pow(2).mean()
+
+
+def mean_of_what_is_large(y):
+    mask = (y.detach() > 0.2).float()
+    return (y.float().pow(2) * mask).sum() / mask.sum()
+
+
+def cross_entropy_of_what_is_large(y):
+    target = torch.where(y.detach()[:, 0] > 0.2, 1, -100)  # -100 is left out
+    return F.cross_entropy(y.float(), target)
+
+
+def as_replica():
+    model = Layer()
+    model._is_replica = True  # of DataParallel
+    return model
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=1e-3)
+
+
+def sgd(lr):
+    return lambda parameters: torch.optim.SGD(parameters, lr=lr)
+
+
+def once(value, at=31, usual=RAMP):
+    """The batch numbered ``at`` has one such value."""
+
+    def batch(step):
+        x = usual.clone()
+        if step == at:
+            x[2, 3] = value
+        return x
+
+    return batch
+
+
+@dataclass
+class Fault:
+    """A run and what is told of it.
+
+    Attributes:
+        told: Parts of the first explanation, by label; "head" is its first line. Empty: nothing is explained.
+        verdict: A pattern of the last line.
+        count: How many explanations there are.
+    """
+
+    told: dict[str, str]
+    verdict: str
+    model: Callable[[], nn.Module] = Layer
+    level: str = "O1"
+    batch: Callable[[int], torch.Tensor] = lambda step: RAMP
+    loss: Callable[[torch.Tensor], torch.Tensor] = square
+    optimizer: Callable = sgd(1e-3)
+    between: Callable = lambda optimizer, step: None
+    steps: int = STEPS
+    count: int = 1
+    options: dict = field(default_factory=dict)
+
+
+FAULTS = {
+    # -- no fault ------------------------------------------------------------------------------------------------------
+    "an ordinary descent": Fault(
+        {},
+        r"^\d+ of 40 steps were skipped while the loss scale came down to \d+: that is normal\.$",
+        level="O2",
+        loss=lambda y: (y.float() * 300).sum(),
+        count=0,
+    ),
+    "no overflow at all": Fault({}, r"^none of 40 steps was skipped\.$", count=0),
+    "a back-off in mid-run": Fault(
+        {},
+        r"^1 of 40 steps was skipped while the loss scale came down to 32768: that is normal\.$",
+        level="O2",
+        loss=lambda y: y.float().mean() * 0.1,
+        batch=lambda step: RAMP.abs() * (200 if step == 25 else 1),
+        count=0,
+    ),
+    # -- data ----------------------------------------------------------------------------------------------------------
+    "a NaN in a batch, after a descent": Fault(
+        {
+            "head": "Step 31 was skipped: the loss is nan.",
+            "what": "input 0 was not finite before the forward: 1 of 32 values",
+            "hint": "look at the data loader",
+        },
+        r"^\d+ of 40 steps were skipped; the cause of 1 of these is input 0 of Layer, which was not finite\.$",
+        level="O2",
+        batch=once(float("nan")),
+        loss=lambda y: (y.float() * 300).sum(),
+    ),
+    "a NaN in a batch, while weights grow": Fault(
+        {"what": "input 0 was not finite before the forward: 1 of 32 values", "hint": "look at the data loader"},
+        r"the cause( of \d+ of these)? is input 0 of Layer, which was not finite\.$",
+        batch=once(float("nan"), at=4),
+        optimizer=sgd(20.0),
+        steps=4,
+    ),
+    "an outlier in a batch": Fault(
+        {
+            "head": "Step 31 was skipped",
+            "what": "is too large for float16, to which linear casts it: 1 of 32 values",
+            "largest": "1e+06",
+            "hint": "smaller inputs",
+        },
+        r"; the cause of 1 of these is .*\(linear in fc\)\.$|^1 of 40 steps was skipped; the cause is .*linear in fc",
+        batch=once(1e6),
+    ),
+    # -- values of the forward -----------------------------------------------------------------------------------------
+    "a layer beyond float16": Fault(
+        {
+            "what": "linear (aten::addmm) left the range of float16: 32 of 32 values",
+            "where": "wo (Linear), in Residual",
+            "hint": "amp.initialize(..., keep_fp32=['wo'])",
+        },
+        r"^40 of 40 steps were skipped; the cause is \S*test_faults_of_runs.py:\d+ \(linear in wo\)\.$",
+        model=Residual,
+        batch=lambda step: torch.ones(4, 8),
+    ),
+    "-1e9 in a mask": Fault(
+        {"line": "mask * self.fill", "hint": "write torch.finfo(scores.dtype).min in place of it"},
+        r"^40 of 40 steps were skipped; the cause is \S*test_faults_of_runs.py:\d+ \(mul\)\.$",
+        model=lambda: Scores(fill=-1e9),
+        level="O2",
+    ),
+    "a constant that is too large": Fault(
+        {"what": "aten::mul left the range of float16", "hint": "a smaller constant than 1e+06"},
+        r"the cause is .*\(mul\)\.$",
+        model=lambda: Scores(sharp=1e6),
+        level="O2",
+    ),
+    "a constant, in place": Fault(
+        {"what": "aten::mul_ left the range of float16", "hint": "a smaller constant than 1e+06"},
+        r"the cause is .*\(mul_\)\.$",
+        model=lambda: Layer(lambda y: y.mul_(1e6)),
+        level="O2",
+    ),
+    "squares in half": Fault(
+        {
+            "what": "aten::pow left the range of float16",
+            "hint": "compute it in float32: .float() on what goes into pow",
+        },
+        r"the cause is .*\(pow\)\.$",
+        model=lambda: Layer(lambda y: (y * 1000).pow(2).sum(-1)),
+        level="O2",
+    ),
+    "exp beyond float32": Fault(
+        {"what": "aten::exp gave a result that is not finite, in float32", "hint": "exp of more than 88"},
+        r"the cause is .*\(exp\)\.$",
+        model=lambda: Layer(lambda y: torch.exp(y * 500)),
+    ),
+    "an eps that is 0 in float16": Fault(
+        {"what": "aten::div", "hint": "eps=1e-08 is 0 in float16"},
+        r"the cause is .*\(div\)\.$",
+        model=lambda: Layer(lambda y: y / (y.abs().amax(-1, keepdim=True) + 1e-8), weight=0.0),
+        level="O2",
+    ),
+    "the logarithm of a softmax": Fault(
+        {"what": "log", "hint": "F.log_softmax(x, dim) in place of log(softmax(x))"},
+        r"^40 of 40 steps were skipped; the cause is .*\(log\)\.$",
+        model=lambda: Layer(lambda y: torch.log(torch.softmax(y * 60, -1))),
+        level="O2",
+        batch=lambda step: WIDE,
+    ),
+    # -- the loss ------------------------------------------------------------------------------------------------------
+    "the logarithm of 0 in the loss": Fault(
+        {"head": "Step 1 was skipped: the loss is inf.", "next what": "aten::log", "next hint": "F.log_softmax(x)"},
+        r"^40 of 40 steps were skipped; the cause is .*\(log\)\.$",
+        model=lambda: Layer(lambda y: torch.softmax(y * 60, -1)),
+        level="O2",
+        batch=lambda step: WIDE,
+        loss=lambda p: -torch.log(p).mean(),
+        count=2,
+    ),
+    "a class weight": Fault(
+        {"head": "the loss is nan", "next what": "weight given to cross_entropy", "next hint": "look at what makes"},
+        r"^40 of 40 steps were skipped; the cause is .*cross_entropy.*\.$",
+        loss=lambda y: F.cross_entropy(y.float(), torch.tensor([0, 1, 2, 3]), INFINITE),
+        count=2,
+    ),
+    "a mask that leaves nothing, once": Fault(
+        {"head": "Step 31 was skipped: the loss is nan. The gradient that came into the model was not finite already"},
+        r"^1 of 40 steps was skipped; the cause was not found\.$",
+        model=lambda: Layer(lambda y: y, weight=0.1),
+        batch=lambda step: torch.full((4, 8), 0.0 if step == 31 else 0.5),
+        loss=mean_of_what_is_large,
+    ),
+    "a loss of nothing, with gradients of 0": Fault(
+        {
+            "head": "Step 31 was made, with finite gradients, although its loss is nan.",
+            "next head": "Step 32: the loss is nan.",
+            "next line": "F.cross_entropy(y.float(), target)",
+        },
+        r"^10 of 40 steps had a loss, a gradient or a weight that is not finite; the cause is .*cross_entropy.*\.$",
+        batch=lambda step: torch.full((4, 8), 0.0 if step > 30 else 0.5),
+        model=lambda: Layer(weight=0.1),
+        loss=cross_entropy_of_what_is_large,
+        count=2,
+    ),
+    "what cannot be run again": Fault(
+        {"head": "Step 1 was skipped: the loss is nan. No forward of an initialized model could be run again"},
+        r"^40 of 40 steps were skipped; the cause was not found\.$",
+        model=as_replica,
+        batch=lambda step: torch.full((4, 8), 1e6),
+    ),
+    # -- the backward pass ---------------------------------------------------------------------------------------------
+    "a loss that is too large": Fault(
+        {
+            "head": "Step 17 was skipped, as 17 of the last 17 steps: gradients overflow although the scale is 0.5.",
+            "pass": "backward",
+            "what": "a gradient is too large for float16: 32 of 32 values",
+            "hint": "a smaller loss (a mean in place of a sum",
+        },
+        r"^26 of 40 steps were skipped; the cause of 24 of these is .*a gradient\)\.$",
+        level="O2",
+        loss=lambda y: (y.float() * 1e7).sum(),
+        optimizer=sgd(1e-12),
+        count=1,
+    ),
+    "a run that is too short to tell": Fault(
+        {"head": "Step 8 was skipped", "what": "a gradient is too large for float16", "hint": "a smaller loss"},
+        r"^8 of 8 steps were skipped; the cause is .*\(a gradient\)\.$",
+        level="O2",
+        loss=lambda y: (y.float() * 1e7).sum(),
+        steps=8,
+    ),
+    "the root of 0": Fault(
+        {"pass": "backward", "what": "4 of 4 values", "hint": "add an eps inside, as in (x + 1e-6).sqrt()"},
+        r"^40 of 40 steps were skipped; the cause is .*\(the backward of sqrt\)\.$",
+        model=lambda: Layer(lambda y: y.float().pow(2).sum(-1).sqrt(), weight=0.0),
+        loss=lambda y: y.mean(),
+    ),
+    "a function with a wrong backward": Fault(
+        {"line": "return grad / (x - x)", "what": "WrongBackward (aten::div)"},
+        r"^40 of 40 steps were skipped; the cause is .*\(the backward of WrongBackward\)\.$",
+        model=lambda: Layer(lambda y: WrongBackward.apply(y)),
+    ),
+    "a static scale that is too high": Fault(
+        {"head": "A gradient of step 1 is not finite.", "hint": "loss_scale=1048576 or less: without 16777216"},
+        r"^40 of 40 steps had a loss, a gradient or a weight that is not finite; the cause is .*\(a gradient\)\.$",
+        level="O2",
+        options={"loss_scale": 2.0**24},
+    ),
+    # -- steps ---------------------------------------------------------------------------------------------------------
+    "a learning rate that is too high": Fault(
+        {"head": "Step", "hint": "a lower learning rate than 500", "growth": "at lr=500"},
+        r"the cause of \d+ of these is the growth of fc.weight, at lr=500\.$",
+        level="O2",
+        batch=lambda step: WIDE,
+        optimizer=sgd(500.0),
+    ),
+    "Adam's eps at O3": Fault(
+        {"head": "Step 1 of Adam left a weight that is not finite.", "hint": "pass eps=1e-4 to Adam"},
+        r"^\d+ of 40 steps had .*; the cause is step 1 of Adam, which left fc.weight not finite\.$",
+        level="O3",
+        loss=lambda y: y[:, :3].float().sum(),
+        optimizer=adam,
+    ),
+    "gradients that the script spoils": Fault(
+        {
+            "head": "Step 31 of SGD left a weight that is not finite.",
+            "why": "its gradient was not finite",
+            "hint": "look at what writes gradients outside scale_loss, such as clipping by a norm of 0 or inf",
+        },
+        r"the cause is step 31 of SGD, which left fc.weight not finite\.$",
+        between=lambda optimizer, step: [
+            p.grad.div_(0 if step == 31 else 1) for p in amp.master_params(optimizer) if p.grad is not None
+        ],
+    ),
+    "a checkpoint that is not finite": Fault(
+        {"what": "parameter fc.weight was not finite", "hint": "no step was made yet"},
+        r"^40 of 40 steps were skipped; the cause is parameter fc.weight of Layer, which was not finite\.$",
+        model=lambda: Layer(weight=float("nan")),
+    ),
+}
+
+
+def explanations(text):
+    """The explanations as dicts from labels to texts; "head" is the first line."""
+    found = []
+    for block in text.split("ampcompat explain: ")[1:]:
+        head, *lines = block.splitlines()
+        entry = {"head": head}
+        for label, value in re.findall(r"^  (\w+) +(.*)$", "\n".join(lines), re.MULTILINE):
+            entry.setdefault(label, value)
+        found.append(entry)
+    return found
+
+
+def run(fault):
+    torch.manual_seed(0)
+    model = fault.model()
+    optimizer = fault.optimizer(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level=fault.level, verbosity=0, **fault.options)
+    explain_overflows()
+    for step in range(1, fault.steps + 1):
+        optimizer.zero_grad()
+        with amp.scale_loss(fault.loss(model(fault.batch(step))), optimizer) as scaled:
+            scaled.backward()
+        fault.between(optimizer, step)
+        optimizer.step()
+    for message in last_words():
+        message.emit(as_json=False)
+
+
+@pytest.mark.on_cpu
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named_with_its_cure(capsys, name):
+    fault = FAULTS[name]
+    run(fault)
+    *explained, verdict = explanations(capsys.readouterr().err)
+    assert re.search(fault.verdict, verdict["head"]), verdict["head"]
+    assert len(explained) == fault.count, explained
+    for label, part in fault.told.items():
+        *after, label = label.split()
+        assert part in explained[len(after)][label]
