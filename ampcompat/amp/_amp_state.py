@@ -81,7 +81,7 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
             f"master_params got {type(optimizer).__name__} - it takes an optimizer - pass the optimizer that"
             " amp.initialize returned."
         )
-    show_masters = getattr(optimizer, "_amp_show_masters", None)
-    if show_masters is not None:
-        show_masters()
+    prepare = getattr(optimizer, "_amp_prepare_masters", None)
+    if prepare is not None:
+        prepare()
     return (param for group in optimizer.param_groups for param in group["params"])

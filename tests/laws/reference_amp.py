@@ -151,12 +151,14 @@ class Optimizer:
         if (self.flags or self.suspect) and not self.gradients():
             self.flags = self.overflow = self.suspect = False
 
-    def clear_stepped(self):
+    def clear_stepped(self, others):
         if self.stepped:
-            self.stepped = False
             for weight in self.weights:
                 if weight.has_master:
                     weight.forget()
+            for one in others:
+                if set(one.weights) & set(self.weights):
+                    one.stepped = False
 
     def zero_grad(self, set_to_none=True):
         self.torch.zero_grad(set_to_none)
@@ -465,10 +467,11 @@ class Reference:
         block = Block(chosen, weights, scaler.scale, [scaler])
         scaled = self.take_pending(block)
         for one in chosen:
-            one.clear_stepped()
+            one.clear_stepped(self.optimizers)
             self.drop_cleared(one.weights)
             if not scaled:
                 one.forget_flags_of_cleared()
+        for one in chosen:
             for weight in one.weights:
                 if weight in scaled:
                     continue

@@ -75,14 +75,14 @@ class Master:
         value_version: Version of ``value`` then.
         address: Address of ``half`` then.
         value_taken: Whether ``value.data`` was taken since then, or ``value`` was handed out in a state dict.
-        half_taken: Whether ``half.data`` was taken since the last push. A pull leaves it: what is saved in
-            ``p.data.copy_(model.state_dict()[name])`` is saved before ``p`` is written. Always True for a buffer:
-            batch norm writes its buffers unseen, so each sync compares them.
+        half_taken: Whether ``half.data`` was taken since the last push. A pull keeps the flag: in
+            ``p.data.copy_(model.state_dict()[name])``, ``data`` is taken, then the save pulls, and only then ``p`` is
+            written. Always True for a buffer: batch norm writes its buffers unseen, so each sync compares them.
 
     What tells whether a script has cleared a half gradient:
 
     Attributes:
-        grad_shown: Whether ``half.grad`` was there when ``value.grad`` was made: cleared there, it is cleared here.
+        grad_shown: Whether ``half.grad`` stands for ``value.grad``, so that a None there clears it here.
     """
 
     def __init__(self, half: torch.Tensor, value: torch.Tensor | None = None) -> None:

@@ -145,16 +145,16 @@ def model_param(param: torch.Tensor) -> torch.Tensor:
 
 
 # -- parameters that a script has replaced -----------------------------------------------------------------------------
-def warn_of_replaced(masters: Iterable[Master]) -> None:
-    """Warn, once, of each parameter that a module holds in the place of one with a master."""
+def check_replaced(masters: Iterable[Master]) -> None:
+    """Warn, once, of each parameter that a module holds in the place of one with a master; raise if it cannot be."""
     for master in masters:
         for tensors, name in master.slots:
             now = tensors.get(name)
             if not isinstance(now, torch.nn.Parameter) or now is master.half:
                 continue
             if master_of(now) is None:  # one with a master is tied to a weight that is trained
-                master.slots = []
                 _warn_of_replacement(name, now, master.half.device)
+                master.slots = []
                 break
 
 

@@ -16,12 +16,12 @@ from ampcompat.amp.half.masters import Master, sync_written
 from ampcompat.amp.half.record import (
     ATTRIBUTE,
     HalfWeights,
+    check_replaced,
     ensure_master,
     half_weights,
     masters_by_name,
     own_tensors,
     set_masters,
-    warn_of_replaced,
 )
 
 
@@ -82,7 +82,7 @@ def _export(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, lo
         return
     for name, part in hook_added_modules(module, record):
         _export(part, state_dict, f"{prefix}{name}.", local_metadata)
-    warn_of_replaced(record.masters.values())
+    check_replaced(record.masters.values())
     for name, tensor in own_tensors(module):
         saved: Any = state_dict.get(prefix + name)
         is_saved_in_half = isinstance(saved, torch.Tensor) and saved.dtype == record.dtype

@@ -61,8 +61,6 @@ def _zero_masters_gradients(masters: Iterable[Master]) -> None:
     They are not dropped: as in plain torch, momentum and weight decay move a weight whose gradient is zero.
     """
     for master in masters:
-        if master.half.grad is None:
-            continue
         if master.value.grad is None:
             master.value.grad = torch.zeros_like(master.value)
         else:

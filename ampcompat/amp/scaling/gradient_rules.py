@@ -3,30 +3,29 @@
 Nearly always nothing is pending, and the first column tells all. ``gradients`` says who owns what is scaled,
 ``unscaling`` where the numbers are.
 
-==============================  =====================================  =======================================
-event                           nothing pending                        pending gradients in its leaves
-==============================  =====================================  =======================================
-block begins                    older gradients are saved              rescaled; unscaled if they only overlap
-block ends                      unscaled, saved ones added             the same, in one pass
-block ends with an overflow     a step is skipped; other holders look  the same
-block gives no gradient         saved ones come back                   unscaled
-ends with ``delay_unscale``     new ones are pending                   pending together
-ends in DDP's ``no_sync``       new ones are pending                   pending together
-block raises                    as it began                            lost, with a warning
-end of the block raises         None: a step does not use them         None
-``step``                        used; dropped from masters             unscaled, then used
-``step`` after an overflow      skipped; dropped from masters          unscaled, then skipped
-``step`` of one of two holders  used; masters keep them                unscaled, then used
-``zero_grad``                   gone, with what is known of them       gone
-``p.grad`` cleared              the rest is used                       the rest is unscaled
-``p.grad`` edited               used, not by masters                   unscaled as they are now
-``load_state_dict``             as they are                            as they are
-a param joins with a gradient   dropped where losses are scaled        as they are
-==============================  =====================================  =======================================
+==============================  ======================================  ==============================================
+event                           nothing pending                         pending gradients in its leaves
+==============================  ======================================  ==============================================
+block begins                    older gradients are saved               rescaled; if not all are the block's, unscaled
+block ends                      unscaled, saved ones added              the same, in one pass
+block ends with an overflow     a step is skipped; other holders check  the same
+block gives no gradient         saved ones come back                    unscaled
+ends with ``delay_unscale``     new ones are pending                    pending together
+ends in DDP's ``no_sync``       new ones are pending                    pending together
+block raises                    as it began                             lost, with a warning
+end of the block raises         cleared (None), older ones too          cleared
+``step``                        used; dropped from masters              unscaled, then used
+``step`` after an overflow      skipped; dropped from masters           unscaled, then skipped
+``step`` of one of two holders  used; masters keep them                 unscaled, then used
+``zero_grad``                   gone, with what is known of them        gone
+``p.grad`` cleared              gone, in masters too                    gone; unscaled ones from before stay
+``p.grad`` edited               used, not by masters                    unscaled as they are now
+``load_state_dict``             as they are                             as they are
+a param joins with a gradient   dropped where losses are scaled         as they are
+==============================  ======================================  ==============================================
 
-A block takes each tensor once, also where several of its optimizers hold it. An optimizer that shares tensors with
-another finds their gradients in its masters until it has stepped with them; the other one, too. Its next block begins
-without them.
+A block takes each tensor once, also where several of its optimizers hold it. Each holder of a shared master steps with
+its gradient once; the next block of a holder that has stepped drops it for all.
 
 apex kept lists of gradients for each optimizer (``apex/amp/_process_optimizer.py``).
 """
@@ -55,18 +54,24 @@ def begin(block: Block, delay: bool) -> None:
             drop_cleared(other._amp_stash.leaves.masters)  # before the backward pass adds to what was cleared
     scaled = _take_pending(block) if state.pending else set()
     for optimizer in block.optimizers:
-        stash: AmpOptimizerState = optimizer._amp_stash
-        if stash.undecided_steps:
-            report_arrived(stash)
-        if stash.dropped:
-            warn_of_dropped(stash)
-        if state.watch is not None and not scaled:
-            state.watch.look_before_block(optimizer)
-        if stash.stepped:
-            clear_stepped(optimizer, stash)
-        if not scaled and (stash.overflows or stash.suspect):
-            _forget_flags_of_cleared(stash)
+        _settle_earlier_gradients(optimizer, are_scaled=bool(scaled))
+    for optimizer in block.optimizers:
         save_or_prepare(optimizer, block, scaled, delay)
+
+
+def _settle_earlier_gradients(optimizer: Optimizer, are_scaled: bool) -> None:
+    """End what is known of the gradients that ``optimizer`` has before a block, as far as they are gone or used."""
+    stash: AmpOptimizerState = optimizer._amp_stash
+    if stash.undecided_steps:
+        report_arrived(stash)
+    if stash.dropped:
+        warn_of_dropped(stash)
+    if state.watch is not None and not are_scaled:
+        state.watch.look_before_block(optimizer)
+    if stash.stepped:
+        clear_stepped(optimizer, stash)
+    if not are_scaled and (stash.overflows or stash.suspect):
+        _forget_flags_of_cleared(stash)
 
 
 def _take_pending(block: Block) -> set[int]:
@@ -95,9 +100,11 @@ def clear_stepped(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
     """Drop the gradients of masters that an optimizer has stepped with, and that were kept for others."""
     if state.watch is not None:
         state.watch.look_at_shared(optimizer)
-    stash.stepped = False
     for master in stash.leaves.masters:
         master.drop_gradient()
+    for other in state.optimizers.listed():
+        if other._amp_stash.stepped and not stash.leaves.ids().isdisjoint(other._amp_stash.leaves.ids()):
+            other._amp_stash.stepped = False  # what it has stepped with is gone
 
 
 def _forget_flags_of_cleared(stash: AmpOptimizerState) -> None:
@@ -186,7 +193,7 @@ def put_back(block: Block) -> None:
         misuse.warn_of("pending gradients lost")
 
 
-def clear_half_unscaled(gradients: ScaledGradients) -> None:
+def clear_partly_unscaled(gradients: ScaledGradients) -> None:
     """Clear what an exception has left partly unscaled. Optimizers step without what is None."""
     gradients.scalers[0].forget_found_inf()
     _clear_scaled(gradients.leaves)
@@ -216,7 +223,7 @@ def end_pending(pending: Pending) -> None:
     try:
         overflows, _ = _unscale(pending, pending.leaves, moves_scale=True)
     except BaseException:
-        clear_half_unscaled(pending)
+        clear_partly_unscaled(pending)
         raise
     for optimizer in state.optimizers.listed():
         if pending.overlaps(optimizer._amp_stash.leaves):
@@ -229,7 +236,7 @@ def clear_pending(pending: Pending) -> None:
     _clear_scaled(pending.leaves)
 
 
-def show_masters(optimizer: Optimizer) -> None:
+def prepare_masters(optimizer: Optimizer) -> None:
     """Make the masters of ``optimizer`` ready for a script that asks for them.
 
     They follow what it did to the model's weights and gradients. Outside of blocks, pending gradients are unscaled, and

@@ -76,7 +76,7 @@ def watch_more(losses: int) -> None:
     state.watch.blocks_left += WATCHED * losses
 
 
-class Bystander(NamedTuple):
+class _Bystander(NamedTuple):
     """A gradient that waits for the step of another optimizer while a block is open, and its version before."""
 
     optimizer: Optimizer
@@ -87,6 +87,18 @@ class Bystander(NamedTuple):
     def is_there(self) -> bool:
         """Whether the gradient was not cleared or replaced."""
         return self.param.grad is self.grad
+
+
+class _Expected(NamedTuple):
+    """What the watch looks for while a block is open.
+
+    Attributes:
+        backward_calls: One True for each backward pass of the scaled loss; None where it needs no gradient.
+        bystanders: A gradient of each other optimizer that has yet to step.
+    """
+
+    backward_calls: list[bool] | None
+    bystanders: list[_Bystander]
 
 
 @dataclass(eq=False)
@@ -107,7 +119,7 @@ class _Record:
     used: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     half_gradients: dict[Master, tuple[int, int]] = field(default_factory=dict)
     sample: tuple[Master, torch.Tensor] | None = None
-    foreign: Bystander | None = None
+    foreign: _Bystander | None = None
 
     def was_used(self, gradient: torch.Tensor) -> bool:
         """Whether ``gradient`` was there at the last step."""
@@ -133,8 +145,7 @@ class Watch:
     def __init__(self) -> None:
         self.blocks_left = 0
         self._records: weakref.WeakKeyDictionary[Optimizer, _Record] = weakref.WeakKeyDictionary()
-        self._bystanders: list[Bystander] = []
-        self._backward_calls: list[bool] | None = None
+        self._expected: dict[Block, _Expected] = {}
         self._taken_before: set[Master] = set()
         self._comparisons: list[_torch.HostCopy] = []  # of half gradients with their copies, on their way to the host
 
@@ -165,13 +176,12 @@ class Watch:
     def look_at_loss(self, block: Block, scaled: torch.Tensor) -> None:
         """Follow the backward passes of the ``scaled`` loss of ``block``."""
         calls: list[bool] = []
-        self._backward_calls = None
         if scaled.requires_grad:
-            self._backward_calls = calls
             scaled.register_hook(lambda _grad: calls.append(True))  # type: ignore[no-untyped-call]
-        self._bystanders = [] if block.scalers[0].is_one else self._find_bystanders(block)
+        bystanders = [] if block.scalers[0].is_one else self._find_bystanders(block)
+        self._expected[block] = _Expected(calls if scaled.requires_grad else None, bystanders)
 
-    def _find_bystanders(self, block: Block) -> list[Bystander]:
+    def _find_bystanders(self, block: Block) -> list[_Bystander]:
         """One gradient of each other optimizer that has yet to step with it."""
         found = []
         for other in state.optimizers.listed():
@@ -181,13 +191,13 @@ class Watch:
                 continue
             param = next((param for param in leaves.direct if param.grad is not None), None)
             if param is not None and param.grad is not None:
-                found.append(Bystander(other, param, param.grad, param.grad._version))
+                found.append(_Bystander(other, param, param.grad, param.grad._version))
         return found
 
     def look_after_block(self, block: Block, has_new_grads: bool) -> None:
         """Look at what ``block`` has left, if its gradients were unscaled."""
-        self._look_at_bystanders()
-        if has_new_grads and self._backward_calls == []:
+        expected = self._close(block)
+        if has_new_grads and expected.backward_calls == []:
             warn_of("unscaled loss in a block")
         for record in self._records.values():
             record.forget_half_gradients(block.leaves.masters)  # of others that share them
@@ -196,7 +206,6 @@ class Watch:
             record.had_block = True
             record.had_gradients = record.had_gradients or has_new_grads
             _remember_half_gradients(record, optimizer._amp_stash.leaves.masters)
-        self._count_block()
 
     def note_block(self, block: Block) -> None:
         """Note that ``block`` gives gradients to its optimizers."""
@@ -205,28 +214,26 @@ class Watch:
             record.had_block = True
             record.had_gradients = True
 
-    def look_after_delayed(self, block: Block) -> None:
+    def note_delayed(self, block: Block) -> None:
         """Note that ``block`` has left its gradients scaled."""
-        self._look_at_bystanders()
+        self._close(block)
         self.note_block(block)
-        self._count_block()
 
-    def look_after_failure(self) -> None:
-        """Note that a block was left by an exception."""
-        self._look_at_bystanders()
-        self._count_block()
+    def note_failed(self, block: Block) -> None:
+        """Note that ``block`` was left by an exception."""
+        self._close(block)
 
-    def _look_at_bystanders(self) -> None:
-        for bystander in self._bystanders:
+    def _close(self, block: Block) -> _Expected:
+        """Note what ``block`` has added to gradients of others, and end the watch after the last block."""
+        expected = self._expected.pop(block, _Expected(None, []))
+        for bystander in expected.bystanders:
             if bystander.is_there() and bystander.grad._version != bystander.version:
                 seen = bystander._replace(version=bystander.grad._version)
                 self._record_of(bystander.optimizer).foreign = seen
-        self._bystanders = []
-
-    def _count_block(self) -> None:
         self.blocks_left -= 1
         if self.blocks_left <= 0:
             state.watch = None
+        return expected
 
     # -- a step --------------------------------------------------------------------------------------------------------
     def look_before_step(self, optimizer: Optimizer) -> None:

@@ -26,7 +26,6 @@ from ampcompat.amp.scaling.clearing import clear_by_optimizer
 from ampcompat.amp.scaling.closures import step_with_closure
 from ampcompat.amp.scaling.device_steps import report_all
 from ampcompat.amp.scaling.exchange import give_back_params, match_state
-from ampcompat.amp.scaling.gradient_rules import clear_pending
 from ampcompat.amp.scaling.gradients import open_block_of, pending_in
 from ampcompat.amp.scaling.leaves import leaves_of
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState, follow_groups
@@ -69,7 +68,7 @@ def detach(optimizer: Optimizer) -> None:
     others = leaves_of(state.optimizers.listed())
     for pending in pending_in(stash.leaves):
         if not pending.overlaps(others):
-            clear_pending(pending)
+            gradient_rules.clear_pending(pending)
     give_back_params(optimizer)
     match_state(optimizer)
     for name in ("_amp_stash", *_METHODS):
@@ -173,13 +172,17 @@ def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: 
     stash.look_up(optimizer)
 
 
+def _look_up(optimizer: Optimizer) -> None:
+    """Follow the groups of ``optimizer``: its masters exist since ``initialize``."""
+    optimizer._amp_stash.look_up(optimizer)
+
+
 # -- methods beside these ----------------------------------------------------------------------------------------------
-#: By apex's private names, but for the first. Masters exist since ``initialize``. Blocks call the last two, once a
-#: script has put its own in their place.
+#: By apex's private names, but for the first. Blocks call the last two, once a script has put its own in their place.
 _METHODS: dict[str, Callable[..., Any]] = {
-    "_amp_show_masters": gradient_rules.show_masters,
-    "_amp_lazy_init": lambda optimizer: optimizer._amp_stash.look_up(optimizer),
-    "_lazy_init_maybe_master_weights": lambda optimizer: optimizer._amp_stash.look_up(optimizer),
+    "_amp_prepare_masters": gradient_rules.prepare_masters,
+    "_amp_lazy_init": _look_up,
+    "_lazy_init_maybe_master_weights": _look_up,
     "_master_params_to_model_params": lambda optimizer: push_all(optimizer._amp_stash.leaves.masters),
     "_prepare_amp_backward": backward_methods.prepare_amp_backward,
     "_post_amp_backward": backward_methods.post_amp_backward,

@@ -39,14 +39,14 @@ class AmpOptimizerState:
         session: The call of ``initialize`` that owns it.
         groups: The params of each group, as last looked up.
         leaves: Masters of these params, and params without a master.
-        shares: Whether another optimizer holds one of them, too.
-        overflows: Flags of blocks since the last step; one that is set skips the next.
+        shares: Whether another optimizer holds one of these leaves, too.
+        overflows: Flags of blocks since the last step, most of them not set; one that is set skips the next.
         suspect: Whether the next step looks at its gradients itself: an overflow may have left some, or another
             optimizer's block.
         stepped: Whether it has stepped with gradients that its masters keep for optimizers that share them.
         skipped: Whether the last step was skipped; None before the first step, and while only the device knows.
         undecided_steps: Steps that the device decided about, oldest first (see ``device_steps``).
-        dropped: Ids of params that came with a gradient, which was dropped, and not cleared by the script since.
+        dropped: Ids of params whose gradient was dropped as they joined: warned of, unless the script clears them too.
         part: The leaves that ``_post_amp_backward`` unscales while a block calls a script's own; None: all.
         saved_grads_taken: Whether a script's own ``_post_amp_backward`` has asked for saved gradients, to add them
             itself.
@@ -101,12 +101,12 @@ class AmpOptimizerState:
         self.session.steps += 1
 
     def drop_used_gradients(self, skipped: bool | None) -> None:
-        """Drop the gradients of masters after a step; of shared ones, when all holders have had their chance to step.
+        """Drop the gradients of masters after a step, or note that it has stepped where another optimizer shares them.
 
         Gradients of other tensors stay, as in plain torch. After a skipped step, the next one looks at them.
         """
-        has_overflowed = self.suspect or bool(self.overflows)
-        self.suspect = has_overflowed and skipped is not False
+        may_have_overflowed = self.suspect or bool(self.overflows)
+        self.suspect = may_have_overflowed and skipped is not False
         self.overflows = []
         if self.shares:
             self.stepped = True

@@ -197,7 +197,7 @@ class ScaleLoss:
             if not block.is_plain:
                 gradient_rules.put_back(block)
                 if state.watch is not None:
-                    state.watch.look_after_failure()
+                    state.watch.note_failed(block)
             if isinstance(error, Exception):
                 if state.observers:
                     notify("on_failure", error)
@@ -224,13 +224,13 @@ class ScaleLoss:
             else:
                 has_new_grads = gradient_rules.end(block, self.moves_scale)
         except BaseException:
-            gradient_rules.clear_half_unscaled(block)
+            gradient_rules.clear_partly_unscaled(block)
             raise
         finally:
             state.open_blocks.remove(block)
         if state.watch is not None:
             if stays_scaled:
-                state.watch.look_after_delayed(block)
+                state.watch.note_delayed(block)
             else:
                 state.watch.look_after_block(block, has_new_grads)
         return stays_scaled

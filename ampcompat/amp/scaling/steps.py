@@ -15,7 +15,7 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import Master, push_all, sync_written
-from ampcompat.amp.half.record import warn_of_replaced
+from ampcompat.amp.half.record import check_replaced
 from ampcompat.amp.observers import notify
 from ampcompat.amp.scaling.device_steps import announce, report_all, report_arrived, skips_on_device, step_with_flags
 from ampcompat.amp.scaling.gradient_rules import end_pending, warn_of_dropped
@@ -43,7 +43,7 @@ def plain_step(optimizer: Optimizer, stash: AmpOptimizerState, original: Callabl
 
 @_torch.skip_compile_of_frame
 def scaled_step(optimizer: Optimizer, stash: AmpOptimizerState, original: Callable[..., Any], **kwargs: Any) -> Any:
-    """Make the step, or skip it on the host; or leave that to an optimizer that skips on the device."""
+    """Read the flags and make the step or skip it; or lend them to an optimizer that skips by itself."""
     make_ready(optimizer, stash)
     flags = flags_of(stash)
     decides_on_device = bool(flags) and skips_on_device(optimizer)
@@ -76,7 +76,7 @@ def make_ready(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
     masters = stash.leaves.masters
     if masters:
         drop_cleared(masters)
-        warn_of_replaced(masters)
+        check_replaced(masters)
         sync_written(masters)
     if state.watch is not None:
         state.watch.look_before_step(optimizer)
@@ -155,7 +155,7 @@ def push(masters: list[Master]) -> None:
 
 
 def _hide_gradients(stash: AmpOptimizerState) -> dict[torch.Tensor, torch.Tensor | None]:
-    """Take away the gradients of masters that the optimizer has stepped with, and others have yet to."""
+    """Take away the gradients of masters that the optimizer has stepped with already."""
     hidden = {master.value: master.value.grad for master in stash.leaves.masters}
     for value in hidden:
         value.grad = None

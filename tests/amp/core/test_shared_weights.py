@@ -154,6 +154,40 @@ def test_a_new_optimizer_beside_one_that_never_stepped(again, clears):
 
 
 # -- overflows -----------------------------------------------------------------------------------------------------
+def test_an_overflow_of_both_skips_both_after_a_clean_block():
+    """Float32 weights that both hold: the second block saves their gradients once, and adds the inf again."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    pair = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    model, pair = amp.initialize(model, pair, opt_level="O1", verbosity=0)
+    for factor in (INF, 1.0):
+        with amp.scale_loss(model(torch.ones(2, 4)).float().sum() * factor, pair) as scaled:
+            scaled.backward()
+    for optimizer in pair:
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer)
+    assert is_finite(model)
+
+
+def test_a_block_of_one_gives_both_a_gradient_each_time():
+    """Of a weight that both hold; in each round both step, and gradients are cleared by hand."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1, bias=False)
+    a, b = (torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2))
+    amp.initialize(model, [a, b], opt_level="O2", loss_scale=128.0, verbosity=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a step without a block of its own
+        for _ in range(3):
+            before = model.weight.detach().clone()
+            with amp.scale_loss(model(torch.ones(1, 4)).float().sum() / 8, a) as scaled:
+                scaled.backward()
+            a.step()
+            b.step()
+            torch.testing.assert_close(before - model.weight, torch.full_like(before, 0.25), rtol=0, atol=2e-3)
+            for param in model.parameters():
+                param.grad = None
+
+
 def test_few_flags_are_kept_for_an_optimizer_that_never_steps(monkeypatch):
     keep_few_flags(monkeypatch, 4)
     model, a, b = start()
