@@ -26,6 +26,13 @@ from ampcompat.tools.migrate.result import Result
 #: Modules of apex.amp whose names ``native_amp`` has itself.
 FLATTENED = ("apex.amp.amp", "apex.amp.frontend", "apex.amp.handle", "apex.amp.scaler", "apex.amp._amp_state")
 
+#: What to write for names of apex.amp that ``native_amp`` does not have.
+INSTEAD = {
+    "init": f"{NAME} has no handle; call amp.initialize(model, optimizer) once, and amp.scale_loss for its scale_loss",
+    "promote_function": f"{NAME} does not have it; cast the arguments to the widest of their dtypes",
+    "register_promote_function": f"{NAME} does not have it; cast the arguments to the widest of their dtypes",
+}
+
 
 def rewrite_native(source: Source, package: str = "") -> Result:
     """The source without apex, as far as ``native_amp`` and torch have what it uses.
@@ -277,7 +284,7 @@ def _why_left(symbol: str) -> str:
     if symbol == "apex":
         return "what is left of it is marked below"
     if symbol.startswith("apex.amp."):
-        return f"{NAME} does not have it"
+        return INSTEAD.get(symbol.rpartition(".")[2], f"{NAME} does not have it")
     known = verdict(symbol)
     return advice(symbol) or (known.note if known.verdict == UNSUPPORTED else "torch has nothing of the same meaning")
 
