@@ -206,7 +206,7 @@ def run(program):
         if is_dynamic(config) and are_finite(gradients(expected[-1])):
             overflowed.clear()
         elif one["do"] == "block":
-            overflowed |= set(one["optimizers"])
+            overflowed |= holders(config, one["optimizers"])
         if one["do"] == "block":
             delayed -= set(one["optimizers"])
             delayed |= set(one["optimizers"] if one["delay_unscale"] else ())
@@ -238,6 +238,16 @@ def is_left_out(step, has_gradients, is_lost, delayed, overflowed):
     if step["do"] == "clear":
         return bool(delayed)
     return is_lost and step["do"] in ("edit", "clip")
+
+
+def holders(config, optimizers):
+    """``optimizers``, and those that hold some of their weights."""
+    found = set(optimizers)
+    for owner, sharers, late in zip(config["owners"], config["sharers"], config["late"], strict=True):
+        together = {owner, late, *sharers} - {None}
+        if together & set(optimizers):
+            found |= together
+    return found
 
 
 def is_dynamic(config):

@@ -373,9 +373,6 @@ def _check_initialized(name: str) -> None:
 
 def _begin(optimizers: list[Any], scaler: LossScaler) -> _Block:
     """Open a block, and multiply the gradients that are there by its scale."""
-    for optimizer in optimizers:
-        if _has_overflow(optimizer):  # its next step is skipped, whatever comes
-            _zero_gradients(optimizer)
     block = _Block(_params_of(optimizers), scaler.loss_scale(), [scaler])
     unscaled = dict(block.params)
     for earlier in _blocks_of(block.params):
@@ -386,6 +383,9 @@ def _begin(optimizers: list[Any], scaler: LossScaler) -> _Block:
         block.scalers += [other for other in earlier.scalers if other not in block.scalers]
         for param in earlier.params:
             del unscaled[param]
+    for optimizer in optimizers:
+        if _has_overflow(optimizer):  # its next step is skipped, whatever comes
+            _zero_gradients(optimizer)
     _divide_gradients(unscaled, 1 / block.scale)
     for param in block.params:
         param._amp_block = block
