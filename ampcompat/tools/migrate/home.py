@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,18 +12,6 @@ from ampcompat.tools.check.source import Source
 
 NAME = "native_amp"
 CONTENT = Path(__file__).with_name(f"{NAME}.py")
-
-
-@functools.cache
-def provided() -> frozenset[str]:
-    """The names of ``native_amp``; it is not imported for that, since torch may not be installed."""
-    names: set[str] = set()
-    for node in Source(CONTENT.name, CONTENT.read_text("utf-8")).tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return frozenset(names)
 
 
 class Home(NamedTuple):

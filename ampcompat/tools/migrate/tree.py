@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ampcompat.tools.check.documents import NotANotebook, Notebook, install_lines, installs, is_notebook
-from ampcompat.tools.check.files import SUFFIXES, Text, Unreadable, decode, read, sources
+from ampcompat.tools.check.files import SUFFIXES, Text, Unreadable, decode, is_native_amp, read, sources
 from ampcompat.tools.check.split_lines import lines_of
 from ampcompat.tools.migrate.change import Change
 from ampcompat.tools.migrate.home import CONTENT, NAME, homes
@@ -98,6 +98,8 @@ def migrate_file(file: Path, name: str, to: str, package: str = "") -> Change:
     """
     try:
         old = decode(read(file))
+        if is_native_amp(file.name, old.code):
+            return Change(file, name)
         if installs(file.name):
             return Change(file, name, old, *_installs(old.code, to))
         if is_notebook(file.name):
