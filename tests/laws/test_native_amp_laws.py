@@ -192,7 +192,7 @@ def run(program):
         if one["do"] == "block" and has_gradients:  # sums of three are rounded in another order
             inside = [inner for inner in one["inside"] if inner["do"] != "block"]
             one = {**one, "passes": min(one["passes"], 1), "inside": inside}
-        skips = [step(number) for number in sorted(overflowed)]
+        skips = [step(number) for number in sorted(holders(config, overflowed))]
         for each in [*skips, CLEAR_ALL] if is_lost and one["do"] in ("step", "clear") else [one]:
             fate = reference.take(each)
             is_broken = is_dynamic(config) and not are_finite(reference.seen(), "weight")
@@ -206,7 +206,7 @@ def run(program):
         if is_dynamic(config) and are_finite(gradients(expected[-1])):
             overflowed.clear()
         elif one["do"] == "block":
-            overflowed |= holders(config, one["optimizers"])
+            overflowed |= set(one["optimizers"])
         if one["do"] == "block":
             delayed -= set(one["optimizers"])
             delayed |= set(one["optimizers"] if one["delay_unscale"] else ())
