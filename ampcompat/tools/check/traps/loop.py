@@ -23,7 +23,7 @@ def clip_of_model_params(source: Source, repository: Repository) -> Iterator[Fin
     At O2 the gradients that count are those of the float32 masters; clipping the model's half gradients after the
     block changes nothing. Clip ``amp.master_params(optimizer)``: right at every level.
     """
-    if not repository.may_run_at("O2", "O5"):
+    if source.bindings.is_native or not repository.may_run_at("O2", "O5"):
         return
     level = WARNING if repository.levels is None else ERROR
     note = "at O2 the optimizer steps master parameters; clip amp.master_params(optimizer) instead"
@@ -40,7 +40,7 @@ def edit_of_model_gradients(source: Source, repository: Repository) -> Iterator[
     The optimizer steps the float32 masters, whose gradients were taken when the block ended. Edit those of
     ``amp.master_params(optimizer)``, or edit inside the block.
     """
-    if repository.levels is None or not repository.may_run_at("O2", "O5"):
+    if source.bindings.is_native or repository.levels is None or not repository.may_run_at("O2", "O5"):
         return
     note = "at O2 the optimizer steps masters: this changes nothing; edit amp.master_params(optimizer)"
     for loop in source.kind(ast.For):
