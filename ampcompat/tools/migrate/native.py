@@ -21,7 +21,14 @@ from ampcompat.tools.migrate.edits import Edits
 from ampcompat.tools.migrate.home import NAME
 from ampcompat.tools.migrate.mentions import INSTALLED, is_apex, listed, mentions, note_install_advice, probes
 from ampcompat.tools.migrate.provided import attributes, has, takes
-from ampcompat.tools.migrate.replaced import TO_FLOAT, advice, counterpart, has_counterpart, write_arguments
+from ampcompat.tools.migrate.replaced import (
+    TO_FLOAT,
+    advice,
+    counterpart,
+    has_counterpart,
+    refused_arguments,
+    write_arguments,
+)
 from ampcompat.tools.migrate.result import Result
 
 #: Modules of apex.amp whose names ``native_amp`` has itself.
@@ -52,9 +59,9 @@ def rewrite_native(source: Source, package: str = "") -> Result:
 
 
 class Use(NamedTuple):
-    """A use of a class of apex by its own name: the call, and torch's name for it, if there are such."""
+    """A use of a class of apex: the call, and torch's name for it, if there are such."""
 
-    node: ast.Name
+    node: ast.Name | ast.Attribute
     call: ast.Call | None
     name: str | None
 
@@ -129,7 +136,7 @@ class _Rewriting:
             self.edits.between(call, call.args[0], "" if simple else "(", ".item()" if simple else ").item()")
         else:
             self.left.add(root)
-            self._mark_use(node, symbol)
+            self._mark_class(Use(node, call, name), symbol)
 
     def _amp_mention(self, node: ast.expr, symbol: str, chain: list[ast.expr], root: str) -> None:
         """``amp.initialize`` stays; ``apex.amp.initialize`` loses ``apex``."""
@@ -205,7 +212,7 @@ class _Rewriting:
         if len(names) > 1 or None in names:
             self.left.add(symbol)
             for use in uses:
-                self._mark_use(use.node, symbol)
+                self._mark_class(use, symbol)
             return
         name = str(names.pop())
         if symbol in _RENAMED:  # a method: its class is imported
@@ -219,6 +226,14 @@ class _Rewriting:
 
     def _mark_use(self, node: ast.AST, symbol: str) -> None:
         self.edits.mark(node, f"{canonical(symbol)}: {_why_left(symbol)}")
+
+    def _mark_class(self, use: Use, symbol: str) -> None:
+        """Mark a use of a class with the arguments that torch has nothing for, if these are the reason."""
+        refused = refused_arguments(symbol, use.call, self.edits)
+        if refused and use.name is None:
+            self.edits.mark(use.node, f"{canonical(symbol)}: torch has no {', '.join(refused)}; {_why_left(symbol)}")
+        else:
+            self._mark_use(use.node, symbol)
 
     def _bare_names(self) -> None:
         """``apex`` of ``import apex`` by itself, as in ``if apex is None``."""
@@ -314,9 +329,11 @@ class _Rewriting:
         return symbol not in MODULES and symbol not in TO_FLOAT and bound in self.reads
 
     def _put(self, node: ast.stmt, new: list[str], left: str, names: list[str]) -> None:
-        message = "; ".join(f"{name}: {_why_left(name)}" for name in names)
+        # The uses of the others say it.
+        message = "; ".join(f"{name}: {_why_left(name)}" for name in names if name not in self.uses)
         if left and not new:
-            self.edits.mark(node, message)
+            if message:
+                self.edits.mark(node, message)
         else:
             self.edits.replace_statement(node, new, left, message)
 
