@@ -20,6 +20,7 @@ from ampcompat.tools.check.symbols import MODULES, ON_OPTIMIZERS, canonical, ver
 from ampcompat.tools.migrate.edits import Edits
 from ampcompat.tools.migrate.home import NAME
 from ampcompat.tools.migrate.mentions import INSTALLED, is_apex, listed, mentions, note_install_advice, probes
+from ampcompat.tools.migrate.methods import note_losses_of_methods
 from ampcompat.tools.migrate.provided import attributes, has, takes
 from ampcompat.tools.migrate.replaced import (
     TO_FLOAT,
@@ -103,6 +104,7 @@ class _Rewriting:
         for statement in self.source.kind(ast.ImportFrom):
             self._import_from(statement)
         note_install_advice(self.edits, "nothing needs that any more")
+        self.edits.notes += note_losses_of_methods(self.source)
         code = self.edits.apply()
         if self.needs_torch and not _binds_torch(self.source):
             code = _with_torch(code)

@@ -220,6 +220,31 @@ def test_an_argument_that_torch_does_not_have_is_named_once(code, line):
     assert [todo for todo in todos if "FusedAdam" in todo[1]] == [(line, message)]
 
 
+INITIALIZED = "from apex import amp\nself.net, opt = amp.initialize(self.net, opt)\n"
+BLOCK = "with amp.scale_loss(loss / 2, opt) as scaled:\n    scaled.backward()\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("loss, parts = self.net.loss(x)", "self.net.loss"),
+        ("loss = F.mse_loss(self.net.module.encode(x), y)", "self.net.module.encode"),
+        ("loss = self.net(x).sum() + sum(p.norm() for p in self.net.parameters())", None),
+        ("loss = self.net.forward(x).sum()", None),
+        ("loss = other.loss(x)", None),
+        ("self.net.train()", None),
+    ],
+)
+def test_a_loss_of_a_method_is_noted_where_it_can_be_seen(line, named):
+    notes = migrate_source(f"{INITIALIZED}{line}\n{BLOCK}", "native").notes
+    assert notes == [
+        f"line 3: {named}(...) runs in float32, since only the forward of a model is under autocast; call it under "
+        "torch.autocast and use .float() of what it returns"
+        for _ in [line]
+        if named
+    ]
+
+
 def test_what_is_left_stands_beside_what_is_not():
     code = "try:\n    from apex import amp, RNN\nexcept ImportError:\n    raise\nRNN.LSTM(4)\n"
     result = migrate_source(code, "native")
