@@ -147,6 +147,7 @@ def initialize(
             _wrap_step(optimizer)
         elif hasattr(optimizer, "_amp_stash"):
             del optimizer._amp_stash
+            _amp_state.optimizers.discard(optimizer)
     return models if optimizers is None else (models, optimizers)
 
 
@@ -330,27 +331,38 @@ def scale_loss(
         return
     scaler = scalers[loss_id]
     if not scaler.dynamic and scaler.loss_scale() == 1.0:
-        yield loss.float()
+        with _dtype_errors_explained():
+            yield loss.float()
         _warn_of_unused_forwards()
         return
     block = _begin(optimizer_list, scaler)
     try:
-        yield loss.float() * block.scale
-    except BaseException as error:
+        with _dtype_errors_explained():
+            yield loss.float() * block.scale
+    except BaseException:
         for param in block.params:
             param.grad = None
             del param._amp_block
-        if isinstance(error, RuntimeError) and ("Half" in str(error) or "BFloat16" in str(error)):
-            kind = f"(device_type={_amp_state.device_type!r})"
-            raise RuntimeError(
-                f"{error}; if the backward of an autograd.Function raised this, decorate its forward with "
-                f"torch.amp.custom_fwd{kind} and its backward with torch.amp.custom_bwd{kind}"
-            ) from error
         raise
     block.is_open = False
     if not delay_unscale:
         _end(block)
     _warn_of_unused_forwards()
+
+
+@contextlib.contextmanager
+def _dtype_errors_explained() -> Iterator[None]:
+    """Name the fix where half and float32 tensors do not fit in a backward pass."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Half" not in str(error) and "BFloat16" not in str(error):
+            raise
+        arguments = f"(device_type={_amp_state.device_type!r})"
+        raise RuntimeError(
+            f"{error}; if the backward of an autograd.Function raised this, decorate its forward with "
+            f"torch.amp.custom_fwd{arguments} and its backward with torch.amp.custom_bwd{arguments}"
+        ) from error
 
 
 def _loss_scalers_of(optimizers: list[Any]) -> list[LossScaler]:
@@ -372,12 +384,16 @@ def _check_initialized(name: str) -> None:
 
 
 def _begin(optimizers: list[Any], scaler: LossScaler) -> _Block:
-    """Open a block, and multiply the gradients that are there by its scale."""
+    """Open a block, and multiply the gradients that are there by its scale.
+
+    Delayed blocks whose parameters are all in it go on in this one; others end before it.
+    """
     block = _Block(_params_of(optimizers), scaler.loss_scale(), [scaler])
     unscaled = dict(block.params)
     for earlier in _blocks_of(block.params):
-        if earlier.is_open or not earlier.params.keys() <= block.params.keys():
-            _end(earlier)
+        goes_on = earlier.params.keys() <= block.params.keys() and not earlier.is_open
+        if not goes_on:
+            _end(earlier)  # an open one raises
             continue
         _divide_gradients(earlier.params, earlier.scale / block.scale)
         block.scalers += [other for other in earlier.scalers if other not in block.scalers]

@@ -146,6 +146,10 @@ def test_initialize_again_and_off_again(amp):
         loss.backward()
     optimizer.step()
     assert amp.state_dict() == {}
+    other, later = start(amp, model)
+    with amp.scale_loss(other(X).logits.sum() * float("inf"), later) as loss:
+        loss.backward()
+    later.step()
 
 
 def test_each_call_has_scales_of_its_own(amp):
@@ -344,8 +348,9 @@ class Multiplying(nn.Module):
         return Multiply.apply(self.layer(x), self.weight)
 
 
-def test_a_backward_of_mixed_dtypes_names_the_fix(amp):
-    model, optimizer = start(amp, Multiplying())
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_a_backward_of_mixed_dtypes_names_the_fix(amp, level):
+    model, optimizer = start(amp, Multiplying(), opt_level=level)
     with pytest.raises(RuntimeError, match="same dtype.*decorate its forward with torch.amp.custom_fwd"):
         train(amp, model, optimizer)
 
