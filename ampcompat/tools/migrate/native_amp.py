@@ -127,7 +127,8 @@ def initialize(
     """
     model_list = _as_list(models)
     optimizer_list = [] if optimizers is None else _as_list(optimizers)
-    _check_arguments(model_list, optimizer_list, enabled, opt_level)
+    if opt_level not in LEVELS:
+        raise RuntimeError(f"opt_level={opt_level!r} is not one of {', '.join(LEVELS)}; they begin with the letter O")
     dtype, default_scale = LEVELS[opt_level]
     if cast_model_type is not None:
         dtype = cast_model_type if cast_model_type in (torch.float16, torch.bfloat16) else None
@@ -149,23 +150,6 @@ def initialize(
             del optimizer._amp_stash
             _amp_state.optimizers.discard(optimizer)
     return models if optimizers is None else (models, optimizers)
-
-
-def _check_arguments(models: list[Any], optimizers: list[Any], enabled: object, opt_level: str) -> None:
-    if opt_level not in LEVELS:
-        raise RuntimeError(f"opt_level={opt_level!r} is not one of {', '.join(LEVELS)}; they begin with the letter O")
-    if isinstance(enabled, str) and enabled != opt_level:
-        raise TypeError(f"the third argument, enabled, is {enabled!r}; pass opt_level={enabled!r}")
-    for model in models:
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"models has a {type(model).__name__}; pass a torch.nn.Module or a list of them")
-        if isinstance(model, torch.jit.ScriptModule):
-            raise TypeError("models has a ScriptModule, whose forward cannot be replaced; pass what it was made from")
-        if any(param.dtype in (torch.float16, torch.bfloat16) for param in model.parameters()):
-            raise RuntimeError("the model has half weights; drop .half(), autocast casts float32 weights as needed")
-    for optimizer in optimizers:
-        if not hasattr(optimizer, "param_groups"):
-            raise TypeError(f"optimizers has a {type(optimizer).__name__}; pass an optimizer or a list of them")
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -547,9 +531,6 @@ def state_dict() -> dict[str, dict[str, float]]:
 def load_state_dict(state: dict[str, dict[str, Any]]) -> None:
     """Go on with saved loss scales, of apex or of this module."""
     _check_initialized("load_state_dict")
-    unknown = [key for key in state if not key.startswith("loss_scaler")]
-    if unknown:
-        raise RuntimeError(f"the state has the unknown keys {unknown}; pass what amp.state_dict() returned")
     scalers = _amp_state.loss_scalers
     if scalers and len(state) != len(scalers):
         warnings.warn(f"the state has {len(state)} loss scales, initialize made {len(scalers)}", stacklevel=2)

