@@ -143,12 +143,9 @@ def initialize(
     )
     for model in model_list:
         _wrap_forward(model, dtype if enabled else None, cast_model_outputs or torch.float32)
-    for optimizer in optimizer_list:
-        if enabled:
+    if enabled:
+        for optimizer in optimizer_list:
             _wrap_step(optimizer)
-        elif hasattr(optimizer, "_amp_stash"):
-            del optimizer._amp_stash
-            _amp_state.optimizers.discard(optimizer)
     return models if optimizers is None else (models, optimizers)
 
 
@@ -465,7 +462,7 @@ def _wrap_step(optimizer: Any) -> None:
 
     @functools.wraps(getattr(step, "__func__", step))
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _step(self, step, *args, **kwargs) if hasattr(self, "_amp_stash") else step(*args, **kwargs)
+        return _step(self, step, *args, **kwargs)
 
     wrapper.asks_amp = True  # type: ignore[attr-defined]
     optimizer.step = types.MethodType(wrapper, optimizer)  # LR schedulers ask for a bound method
