@@ -28,7 +28,7 @@ def assert_there_or_marked(code, monkeypatch):
     exec(result.code, {"optimizer": optimizer})
 
 
-@pytest.mark.parametrize("symbol", [symbol for symbol in SYMBOLS if symbol.startswith("apex.")])
+@pytest.mark.parametrize("symbol", sorted(symbol for symbol in SYMBOLS if symbol.startswith("apex.")))
 @pytest.mark.parametrize("form", ["import apex\nx = {0}\n", "from {1} import {2}\nx = {2}\n"])
 def test_every_symbol(symbol, form, monkeypatch):
     parent, _, name = symbol.rpartition(".")
