@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 from typing import NamedTuple
 
+from ampcompat.tools.check.bindings import dotted
 from ampcompat.tools.check.findings import UNSUPPORTED
 from ampcompat.tools.check.source import Source
 from ampcompat.tools.check.symbols import MODULES, ON_OPTIMIZERS, canonical, verdict
@@ -168,6 +169,7 @@ class _Rewriting:
 
     def _what_amp_leaves(self) -> None:
         """Mark attributes and methods of optimizers and loss scalers that ``native_amp`` does not give them."""
+        scalers = _names_of_loss_scalers(self.source)
         for node in self.source.kind(ast.Attribute):
             parent = self.source.parents.get(node)
             name = parent.attr if isinstance(parent, ast.Attribute) else ""
@@ -176,7 +178,9 @@ class _Rewriting:
                     self.edits.mark(node, f"_amp_stash.{name}: {INSTEAD['_amp_stash']}")
             elif node.attr in ON_OPTIMIZERS:
                 self.edits.mark(node, f"{node.attr}: {INSTEAD[node.attr]}")
-            elif _is_loss_scaler(node.value) and node.attr not in attributes("LossScaler"):
+            elif node.attr in attributes("LossScaler"):
+                continue
+            elif _is_loss_scaler(node.value) or (self.source.scope(node), dotted(node.value)) in scalers:
                 self.edits.mark(node, f"LossScaler.{node.attr}: {NAME} does not have it")
         for method in self.source.kind(ast.FunctionDef):
             if method.name in ON_OPTIMIZERS:
@@ -363,6 +367,13 @@ def _why_left(symbol: str) -> str:
 def _is_loss_scaler(node: ast.expr) -> bool:
     """Whether an expression is ``....loss_scalers[0]``."""
     return isinstance(node, ast.Subscript) and _last_name(node.value) == "loss_scalers"
+
+
+def _names_of_loss_scalers(source: Source) -> set[tuple[ast.AST, str]]:
+    """Names of loss scalers, each with its scope: ``s = ....loss_scalers[0]``, ``for s in ....loss_scalers``."""
+    targets = [node.targets[0] for node in source.kind(ast.Assign) if _is_loss_scaler(node.value)]
+    targets += [node.target for node in source.kind(ast.For) if _last_name(node.iter) == "loss_scalers"]
+    return {(source.scope(target), target.id) for target in targets if isinstance(target, ast.Name)}
 
 
 def _chain(node: ast.expr) -> list[ast.expr]:

@@ -59,6 +59,8 @@ def test_every_attribute(use, monkeypatch):
         "amp._amp_state.maybe_print('x')",
         "amp._amp_state.opt_properties.keep_batchnorm_fp32",
         "amp._amp_state.loss_scalers[0].clear_overflow_state()",
+        "for s in amp._amp_state.loss_scalers: s.clear_overflow_state()",
+        "s = amp._amp_state.loss_scalers[0]; s.clear_overflow_state()",
         "optimizer._lazy_init_maybe_master_weights()",
         "optimizer._amp_stash.all_fp32_from_fp16_params",
         "setattr(optimizer, '_post_amp_backward', f)",
@@ -89,5 +91,6 @@ def test_what_the_file_has_is_not_marked():
         "from apex import amp\nif hasattr(optimizer, '_amp_stash'): pass\n"
         "amp._amp_state.loss_scalers[0]._loss_scale = 2.0**10\namp._amp_state.opt_properties.opt_level\n"
         "optimizer._amp_stash.loss_scalers\namp._amp_state.verbosity = 0\n"
+        "for s in amp._amp_state.loss_scalers: s._unskipped\ndef f(s): s.clear_overflow_state()\n"
     )
     assert migrate_source(code, "native").todos == []
