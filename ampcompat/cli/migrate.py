@@ -15,8 +15,8 @@ from ampcompat.tools.migrate.source import TARGETS
 from ampcompat.tools.migrate.tree import migrate_paths
 
 EPILOG = """--to native puts native_amp.py, a file on plain torch.amp, beside the code, and has the code import it
-exit status: 0 everything is rewritten, 1 something is left to do (listed, and marked in the code), 2 bad usage,
-130 interrupted"""
+exit status: 0 everything is rewritten, 1 something is left to do (listed, and marked in the code) or, with --check,
+to change, 2 bad usage, 130 interrupted"""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -30,7 +30,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("paths", nargs="*", default=["."], metavar="PATH", help="directories or files (default: .)")
     parser.add_argument("--to", choices=TARGETS, default="ampcompat", help="what to import (default: %(default)s)")
-    parser.add_argument("--write", action="store_true", help="change the files instead of printing a diff")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--write", action="store_true", help="change the files instead of printing a diff")
+    what.add_argument(
+        "--check", action="store_true", help="list the files that would change, with status 1 if any would"
+    )
     parser.set_defaults(main=main, parser=parser)
     return parser
 
@@ -44,13 +48,23 @@ def main(args: argparse.Namespace) -> int:
             return 130
         for change in changes:
             if change.changed and not args.write:
-                emit(painted_diff(change.diff().rstrip("\n")))
+                emit(_shown(change, args.check))
     except (OSError, ValueError) as problem:
         emit(f"ampcompat migrate: {plain(str(problem))}", error=True)
         return 2
     left = _list_left(changes)
     _summary(args, changes, left)
-    return int(left > 0)
+    would_change = args.check and any(change.changed for change in changes)
+    return int(left > 0 or would_change)
+
+
+def _shown(change: Change, only_names: bool) -> str:
+    """The diff of a file, or its name; of the file that is copied one line."""
+    if change.is_new:
+        return f"+ {plain(change.name)}, {len(change.new.splitlines())} lines"
+    if only_names:
+        return plain(change.name)
+    return painted_diff(change.diff().rstrip("\n"))
 
 
 def _write(changes: Sequence[Change]) -> bool:
@@ -113,7 +127,9 @@ def _list_left(changes: Sequence[Change]) -> int:
 def _summary(args: argparse.Namespace, changes: Sequence[Change], left: int) -> None:
     changed = [change for change in changes if change.changed]
     what = "changed" if args.write else "would change"
-    emit(f"{len(changed)} of {len(changes)} files {what}, {left} places need you", error=True)
+    files = "1 file" if len(changes) == 1 else f"{len(changes)} files"
+    places = "1 place needs" if left == 1 else f"{left} places need"
+    emit(f"{len(changed)} of {files} {what}, {places} you", error=True)
     paths = " ".join(args.paths)
     if changed and not args.write:
         follow = f"ampcompat migrate --to {args.to} --write {paths}"

@@ -12,6 +12,8 @@ from ampcompat.tools.check.package_names import provides
 from ampcompat.tools.check.symbols import SYMBOLS, verdict
 
 PACKAGES = ("apex", "ampcompat", *EXTENSIONS)
+#: The module that ``ampcompat migrate --to native`` puts in the place of ``apex.amp``.
+NATIVE = "native_amp"
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
@@ -47,9 +49,13 @@ class Bindings:
     apex everywhere in the file, except where a function's parameter shadows it. Names that are bound to something else
     too (``except ImportError: from torch.cuda import amp``) are ambiguous: they count as apex only for symbols that
     apex has.
+
+    Attributes:
+        is_native: The file imports ``native_amp``, whose names count as those of ``apex.amp``: it has no masters.
     """
 
     def __init__(self, nodes: Iterable[ast.AST]) -> None:
+        self.is_native = False
         # As written: whether a name of ampcompat's is apex's shows only when the whole chain is known.
         self.names: dict[str, str] = {}
         self.ambiguous: set[str] = set()
@@ -78,7 +84,10 @@ class Bindings:
 
     def _import(self, alias: ast.alias, other: set[str]) -> None:
         root = alias.name.partition(".")[0]
-        if root in PACKAGES:
+        if alias.name == NATIVE:
+            self.is_native = True
+            self.names[alias.asname or NATIVE] = "apex.amp"
+        elif root in PACKAGES:
             self.names[alias.asname or root] = alias.name if alias.asname else root
         else:
             other.add(alias.asname or root)
@@ -86,8 +95,14 @@ class Bindings:
     def _import_from(self, node: ast.ImportFrom, other: set[str]) -> None:
         module = node.module or ""
         ours = node.level == 0 and module.partition(".")[0] in PACKAGES
+        if module.rpartition(".")[2] == NATIVE:
+            self.is_native = ours = True
+            module = "apex.amp"
         for alias in node.names:
-            if not ours:
+            if alias.name == NATIVE:
+                self.is_native = True
+                self.names[alias.asname or NATIVE] = "apex.amp"
+            elif not ours:
                 other.add(alias.asname or alias.name)
             elif alias.name != "*":
                 self.names[alias.asname or alias.name] = f"{module}.{alias.name}"

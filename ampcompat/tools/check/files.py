@@ -41,6 +41,11 @@ class Text:
         return (BOM if self.bom else b"") + code.encode(self.encoding)
 
 
+def is_native_amp(name: str, code: str) -> bool:
+    """Whether a file is what ``ampcompat migrate --to native`` has put there."""
+    return name == "native_amp.py" and "ampcompat migrate --to native`` put this file here" in code
+
+
 def sources(root: Path) -> Iterator[tuple[str, str]]:
     """Files to read under ``root`` (or ``root`` itself, whatever its suffix), sorted, without links and environments.
 

@@ -17,7 +17,7 @@ from ampcompat.tools.check.bindings import apex_name
 from ampcompat.tools.check.config import Config, is_ignored, unknown_rules
 from ampcompat.tools.check.documents import NotANotebook, Notebook, is_notebook
 from ampcompat.tools.check.facts import Facts
-from ampcompat.tools.check.files import SUFFIXES, Unreadable, decode, read, sources
+from ampcompat.tools.check.files import SUFFIXES, Unreadable, decode, is_native_amp, read, sources
 from ampcompat.tools.check.findings import DIFFERS, ERROR, NOTE, UNSUPPORTED, WARNING, WORKS, Finding, Report
 from ampcompat.tools.check.judgement import judged
 from ampcompat.tools.check.manifests import installs_apex, is_manifest, places
@@ -120,6 +120,8 @@ def read_file(name: str, file: str) -> CheckedFile:
     is_python = os.path.splitext(file)[1] in READ
     try:
         text = decode(read(file)).code
+        if is_native_amp(os.path.basename(file), text):
+            return CheckedFile(name, file)
         notebook = Notebook.read(text) if is_notebook(os.path.basename(file)) else None
     except (Unreadable, NotANotebook) as problem:
         reason = f"the file {problem}" if is_python or is_manifest(file) else f"is not a Python file ({problem})"
@@ -213,12 +215,17 @@ def _symbols(source: Source) -> list[Finding]:
     for node in source.nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             found += [_symbol(source, node, name) for name in filter(None, map(apex_name, _imported(node)))]
-        elif (symbol := used(source, node)) is not None:
+        elif (symbol := used(source, node)) is not None and not _is_of_native_amp(source, symbol):
             found.append(_symbol(source, node, symbol))
     found += [f for call in source.calls_named(*PROBES) if (f := _probe(source, call)) is not None]
     found += _left_on_optimizers(source)
     # Two mentions on one line (`amp.initialize(amp.x)`) stay two only when they name different symbols.
     return list({(f.line, f.name): f for f in found}.values())
+
+
+def _is_of_native_amp(source: Source, symbol: str) -> bool:
+    """Whether a symbol that counts as one of ``apex.amp`` is one of ``native_amp``."""
+    return source.bindings.is_native and symbol.startswith("apex.amp.")
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:

@@ -10,14 +10,14 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from ampcompat._extensions import EXTENSIONS
-from ampcompat.tools.check.bindings import Bindings, dotted, parameters
+from ampcompat.tools.check.bindings import NATIVE, Bindings, dotted, parameters
 from ampcompat.tools.check.findings import Finding
 from ampcompat.tools.check.symbols import ON_OPTIMIZERS
 
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 SCALE_LOSS = ("apex.amp.scale_loss", "apex.amp.handle.scale_loss")
 #: What a text that uses apex has in it: a name of it, or of what it leaves on optimizers.
-MENTIONS = ("apex", "ampcompat", *EXTENSIONS, *ON_OPTIMIZERS)
+MENTIONS = ("apex", "ampcompat", NATIVE, *EXTENSIONS, *ON_OPTIMIZERS)
 Node = TypeVar("Node", bound=ast.AST)
 #: ``try``, and from Python 3.11 on the one with ``except*``.
 _TRY_STAR: type[ast.AST] = getattr(ast, "TryStar", ast.Try)

@@ -90,7 +90,8 @@ class Edits:
             if message:
                 self.mark(node, message)
             return
-        marked = [f"{MARK}{message}", left] if left else []
+        marked = [f"{MARK}{message}"] if left and message else []
+        marked += [left] if left else []
         indent = indent_of(self._lines[getattr(node, "lineno", 1) - 1])
         self.replace(node, f"{self.newline}{indent}".join([*statements, *marked]))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,18 +14,6 @@ NAME = "native_amp"
 CONTENT = Path(__file__).with_name(f"{NAME}.py")
 
 
-@functools.cache
-def provided() -> frozenset[str]:
-    """The names of ``native_amp``; it is not imported for that, since torch may not be installed."""
-    names: set[str] = set()
-    for node in Source(CONTENT.name, CONTENT.read_text("utf-8")).tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return frozenset(names)
-
-
 class Home(NamedTuple):
     """The folder of a copy, and the package that it is imported from; ``""`` where it is imported as a script is."""
 
@@ -34,17 +21,19 @@ class Home(NamedTuple):
     package: str = ""
 
 
-def homes(wanting: Iterable[Path], codes: Mapping[Path, str]) -> dict[Path, Home]:
+def homes(wanting: Mapping[Path, Path], codes: Mapping[Path, str]) -> dict[Path, Home]:
     """The copy of ``native_amp.py`` that each file imports.
 
     Scripts share the copy of a package that they import. Packages of one folder share one in that folder: their state
-    is one.
+    is one. So does a package without ``__init__.py``.
 
     Args:
-        wanting: The files that import it.
+        wanting: The files that import it, and the folder that is migrated.
         codes: The sources of the tree.
     """
-    tops = {path: _top_package(path, codes) for path in wanting}
+    imported = _files_imported(codes)
+    namespaces = {path: _namespace_package(path, root, codes, imported) for path, root in wanting.items()}
+    tops = {path: namespace or _top_package(path, codes) for path, namespace in namespaces.items()}
     there = [path.parent for path in codes if path.name == CONTENT.name and (path.parent / "__init__.py").exists()]
     packages: defaultdict[Path, set[Path]] = defaultdict(set)
     for top in (*tops.values(), *there):
@@ -54,11 +43,36 @@ def homes(wanting: Iterable[Path], codes: Mapping[Path, str]) -> dict[Path, Home
     for path, top in tops.items():
         if top is None:
             top = _package_of_script(path, packages, codes)
-        if top is not None:
-            found[path] = Home(top, top.name) if len(packages[top.parent]) == 1 else Home(top.parent)
-        else:
+        if top is None:
             found[path] = Home(path.parent)
+        elif top in namespaces.values() or len(packages[top.parent]) > 1:
+            found[path] = Home(top.parent)
+        else:
+            found[path] = Home(top, top.name)
     return found
+
+
+def _files_imported(codes: Mapping[Path, str]) -> set[str]:
+    """What the sources of a tree import by dotted names, as the path of a file: ``pkg/util.py`` for ``pkg.util``."""
+    names: set[str] = set()
+    for code in codes.values():
+        for node in _imports(code):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif node.level == 0 and node.module:
+                names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {f"{name.replace('.', '/')}.py" for name in names if "." in name}
+
+
+def _namespace_package(path: Path, root: Path, codes: Mapping[Path, str], imported: Iterable[str]) -> Path | None:
+    """The folder around a module, within ``root``, that the tree imports as a package without ``__init__.py``."""
+    for folder in path.parents:
+        if folder == root or root not in folder.parents:
+            return None
+        is_imported = any(file.startswith(f"{folder.name}/") and folder.parent / file in codes for file in imported)
+        if is_imported and not (folder / "__init__.py").exists():
+            return folder
+    return None
 
 
 def _package_of_script(path: Path, packages: Mapping[Path, set[Path]], codes: Mapping[Path, str]) -> Path | None:

@@ -14,17 +14,40 @@ from __future__ import annotations
 import ast
 from typing import NamedTuple
 
+from ampcompat.tools.check.bindings import dotted
 from ampcompat.tools.check.findings import UNSUPPORTED
 from ampcompat.tools.check.source import Source
-from ampcompat.tools.check.symbols import MODULES, canonical, verdict
+from ampcompat.tools.check.symbols import MODULES, ON_OPTIMIZERS, canonical, verdict
 from ampcompat.tools.migrate.edits import Edits
-from ampcompat.tools.migrate.home import NAME, provided
+from ampcompat.tools.migrate.home import NAME
 from ampcompat.tools.migrate.mentions import INSTALLED, is_apex, listed, mentions, note_install_advice, probes
-from ampcompat.tools.migrate.replaced import TO_FLOAT, advice, counterpart, has_counterpart, write_arguments
+from ampcompat.tools.migrate.methods import note_losses_of_methods
+from ampcompat.tools.migrate.provided import attributes, has, takes
+from ampcompat.tools.migrate.replaced import (
+    TO_FLOAT,
+    advice,
+    counterpart,
+    has_counterpart,
+    refused_arguments,
+    write_arguments,
+)
 from ampcompat.tools.migrate.result import Result
 
 #: Modules of apex.amp whose names ``native_amp`` has itself.
 FLATTENED = ("apex.amp.amp", "apex.amp.frontend", "apex.amp.handle", "apex.amp.scaler", "apex.amp._amp_state")
+
+#: What to write for names of apex.amp that ``native_amp`` does not have.
+INSTEAD = {
+    "init": f"{NAME} has no handle; call amp.initialize(model, optimizer) once, and amp.scale_loss for its scale_loss",
+    "promote_function": f"{NAME} does not have it; cast the arguments to the widest of their dtypes",
+    "register_promote_function": f"{NAME} does not have it; cast the arguments to the widest of their dtypes",
+    "_amp_stash": f"{NAME} does not have it; weights are float32, and their own masters",
+    "_amp_lazy_init": f"{NAME} makes no masters; drop it",
+    "_lazy_init_maybe_master_weights": f"{NAME} makes no masters; drop it",
+    "_master_params_to_model_params": f"{NAME} makes no masters; drop it",
+    "_prepare_amp_backward": f"{NAME} does not call it; do that before the scale_loss block",
+    "_post_amp_backward": f"{NAME} does not call it; do that after the scale_loss block",
+}
 
 
 def rewrite_native(source: Source, package: str = "") -> Result:
@@ -38,9 +61,9 @@ def rewrite_native(source: Source, package: str = "") -> Result:
 
 
 class Use(NamedTuple):
-    """A use of a class of apex by its own name: the call, and torch's name for it, if there are such."""
+    """A use of a class of apex: the call, and torch's name for it, if there are such."""
 
-    node: ast.Name
+    node: ast.Name | ast.Attribute
     call: ast.Call | None
     name: str | None
 
@@ -69,6 +92,9 @@ class _Rewriting:
             self._mention(node, symbol)
         for symbol, uses in self.uses.items():
             self._imported_class(symbol, uses)
+        for call in self.source.calls:
+            self._keywords(call)
+        self._what_amp_leaves()
         self._bare_names()
         for text in probes(self.source):
             self._probe(text)
@@ -79,6 +105,7 @@ class _Rewriting:
         for statement in self.source.kind(ast.ImportFrom):
             self._import_from(statement)
         note_install_advice(self.edits, "nothing needs that any more")
+        self.edits.notes += note_losses_of_methods(self.source)
         code = self.edits.apply()
         if self.needs_torch and not _binds_torch(self.source):
             code = _with_torch(code)
@@ -112,7 +139,7 @@ class _Rewriting:
             self.edits.between(call, call.args[0], "" if simple else "(", ".item()" if simple else ").item()")
         else:
             self.left.add(root)
-            self._mark_use(node, symbol)
+            self._mark_class(Use(node, call, name), symbol)
 
     def _amp_mention(self, node: ast.expr, symbol: str, chain: list[ast.expr], root: str) -> None:
         """``amp.initialize`` stays; ``apex.amp.initialize`` loses ``apex``."""
@@ -124,15 +151,60 @@ class _Rewriting:
         module = next((m for m in FLATTENED if symbol.startswith(f"{m}.") and m != "apex.amp._amp_state"), "")
         if module and root in ("apex", "apex.amp"):
             self._flatten(node, symbol, module, chain, root)
-        elif name and not _has(name):
+        elif name and not has(name):
             self.left.add(root)
             self._mark_use(node, symbol)
+        elif name == "_amp_state":
+            self._attributes_of_state(node, symbol, root)
+
+    def _attributes_of_state(self, node: ast.expr, symbol: str, root: str) -> None:
+        """Mark ``_amp_state.handle`` and ``_amp_state.opt_properties.patch_torch_functions``."""
+        imported = root if root.endswith("._amp_state") else "apex.amp._amp_state"
+        names = symbol.removeprefix(imported).split(".")[1:]
+        for owner, name in zip(("_amp_state", "opt_properties"), names, strict=False):
+            if name not in attributes(owner) and not name.startswith("__"):
+                self._mark_use(node, f"apex.amp._amp_state.{name}")
+            if name != "opt_properties":
+                return
+
+    def _what_amp_leaves(self) -> None:
+        """Mark attributes and methods of optimizers and loss scalers that ``native_amp`` does not give them."""
+        scalers = _names_of_loss_scalers(self.source)
+        for node in self.source.kind(ast.Attribute):
+            parent = self.source.parents.get(node)
+            name = parent.attr if isinstance(parent, ast.Attribute) else ""
+            if node.attr == "_amp_stash":
+                if name and name not in attributes("_amp_stash"):
+                    self.edits.mark(node, f"_amp_stash.{name}: {INSTEAD['_amp_stash']}")
+            elif node.attr in ON_OPTIMIZERS:
+                self.edits.mark(node, f"{node.attr}: {INSTEAD[node.attr]}")
+            elif node.attr in attributes("LossScaler"):
+                continue
+            elif _is_loss_scaler(node.value) or (self.source.scope(node), dotted(node.value)) in scalers:
+                self.edits.mark(node, f"LossScaler.{node.attr}: {NAME} does not have it")
+        for method in self.source.kind(ast.FunctionDef):
+            if method.name in ON_OPTIMIZERS:
+                self.edits.mark(method, f"{method.name}: {INSTEAD[method.name]}")
+        for call in self.source.calls_named("getattr", "setattr"):
+            named = call.args[1].value if len(call.args) > 1 and isinstance(call.args[1], ast.Constant) else ""
+            if named in ON_OPTIMIZERS and named != "_amp_stash":
+                self.edits.mark(call, f"{named}: {INSTEAD[str(named)]}")
+
+    def _keywords(self, call: ast.Call) -> None:
+        """Mark the keywords that a function of ``native_amp`` does not take."""
+        symbol = self.source.apex(call.func)
+        if symbol is None or not symbol.startswith("apex.amp."):
+            return
+        function = symbol.rpartition(".")[2]
+        for keyword in call.keywords:
+            if keyword.arg is not None and not takes(function, keyword.arg):
+                self.edits.mark(call, f"{function}({keyword.arg}=): {NAME} does not have it; drop it")
 
     def _flatten(self, node: ast.expr, symbol: str, module: str, chain: list[ast.expr], root: str) -> None:
         """``amp.handle.scale_loss`` is ``amp.scale_loss``."""
         name = symbol.removeprefix(f"{module}.").partition(".")[0]
         depth = module.count(".") - root.count(".")
-        if not _has(name):
+        if not has(name):
             self._mark_use(node, symbol)
             return
         prefix = NAME if root == "apex" else self.edits.text(chain[0])
@@ -146,7 +218,7 @@ class _Rewriting:
         if len(names) > 1 or None in names:
             self.left.add(symbol)
             for use in uses:
-                self._mark_use(use.node, symbol)
+                self._mark_class(use, symbol)
             return
         name = str(names.pop())
         if symbol in _RENAMED:  # a method: its class is imported
@@ -160,6 +232,14 @@ class _Rewriting:
 
     def _mark_use(self, node: ast.AST, symbol: str) -> None:
         self.edits.mark(node, f"{canonical(symbol)}: {_why_left(symbol)}")
+
+    def _mark_class(self, use: Use, symbol: str) -> None:
+        """Mark a use of a class with the arguments that torch has nothing for, if these are the reason."""
+        refused = refused_arguments(symbol, use.call, self.edits)
+        if refused and use.name is None:
+            self.edits.mark(use.node, f"{canonical(symbol)}: torch has no {', '.join(refused)}; {_why_left(symbol)}")
+        else:
+            self._mark_use(use.node, symbol)
 
     def _bare_names(self) -> None:
         """``apex`` of ``import apex`` by itself, as in ``if apex is None``."""
@@ -230,7 +310,7 @@ class _Rewriting:
             elif alias.name == "*":
                 self._star(node.module, new, left, alias)
             elif node.module in ("apex.amp", *FLATTENED):
-                (from_amp if _has(alias.name) else left).append(alias)
+                (from_amp if has(alias.name) else left).append(alias)
             elif symbol in self.classes:
                 new.append(_import_of(self.classes[symbol], bound, symbol))
             elif self._is_left(symbol, bound):
@@ -255,9 +335,11 @@ class _Rewriting:
         return symbol not in MODULES and symbol not in TO_FLOAT and bound in self.reads
 
     def _put(self, node: ast.stmt, new: list[str], left: str, names: list[str]) -> None:
-        message = "; ".join(f"{name}: {_why_left(name)}" for name in names)
+        # The uses of the others say it.
+        message = "; ".join(f"{name}: {_why_left(name)}" for name in names if name not in self.uses)
         if left and not new:
-            self.edits.mark(node, message)
+            if message:
+                self.edits.mark(node, message)
         else:
             self.edits.replace_statement(node, new, left, message)
 
@@ -277,14 +359,21 @@ def _why_left(symbol: str) -> str:
     if symbol == "apex":
         return "what is left of it is marked below"
     if symbol.startswith("apex.amp."):
-        return f"{NAME} does not have it"
+        return INSTEAD.get(symbol.rpartition(".")[2], f"{NAME} does not have it")
     known = verdict(symbol)
     return advice(symbol) or (known.note if known.verdict == UNSUPPORTED else "torch has nothing of the same meaning")
 
 
-def _has(name: str) -> bool:
-    """Whether ``native_amp`` has a name; every module has those with two underscores."""
-    return name in provided() or name.startswith("__")
+def _is_loss_scaler(node: ast.expr) -> bool:
+    """Whether an expression is ``....loss_scalers[0]``."""
+    return isinstance(node, ast.Subscript) and _last_name(node.value) == "loss_scalers"
+
+
+def _names_of_loss_scalers(source: Source) -> set[tuple[ast.AST, str]]:
+    """Names of loss scalers, each with its scope: ``s = ....loss_scalers[0]``, ``for s in ....loss_scalers``."""
+    targets = [node.targets[0] for node in source.kind(ast.Assign) if _is_loss_scaler(node.value)]
+    targets += [node.target for node in source.kind(ast.For) if _last_name(node.iter) == "loss_scalers"]
+    return {(source.scope(target), target.id) for target in targets if isinstance(target, ast.Name)}
 
 
 def _chain(node: ast.expr) -> list[ast.expr]:

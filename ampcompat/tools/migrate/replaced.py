@@ -23,7 +23,7 @@ ADVICE = {
     "apex.optimizers.FusedSGD": "use torch.optim.SGD",
     "apex.optimizers.FusedAdagrad": "use torch.optim.Adagrad",
     "apex.normalization.FusedRMSNorm": "use torch.nn.RMSNorm(..., eps=1e-5)",
-    "apex.parallel.DistributedDataParallel": "torch's DistributedDataParallel has nothing for these arguments",
+    "apex.parallel.DistributedDataParallel": "use torch.nn.parallel.DistributedDataParallel",
 }
 
 
@@ -197,3 +197,16 @@ def advice(symbol: str) -> str | None:
     """Why a class that torch has a counterpart of is left, or what to take; None for others."""
     package, _, name = symbol.rpartition(".")
     return ADVICE.get(f"{'.'.join(package.split('.')[:2])}.{name}")
+
+
+def refused_arguments(symbol: str, call: ast.Call | None, edits: Edits) -> list[str]:
+    """The keywords of a call that torch has nothing for, as the call spells them: it would be rewritten without."""
+    if call is None or symbol not in RULES:
+        return []
+    arguments = _arguments(call, edits)
+    refused: list[str] = []
+    for name, value in arguments.keywords.items():
+        others = {other: text for other, text in arguments.keywords.items() if other != name}
+        if name and RULES[symbol](Arguments(arguments.positional, others)) is not None:
+            refused.append(f"{name}={value}")
+    return refused

@@ -6,12 +6,15 @@ import re
 
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.source import Source
+from ampcompat.tools.check.symbols import ON_OPTIMIZERS
 from ampcompat.tools.migrate.native import rewrite_native
 from ampcompat.tools.migrate.rename import rewrite_imports
 from ampcompat.tools.migrate.result import Result
 
 TARGETS = ("ampcompat", "native")
 MENTION = re.compile(rf"\b({'|'.join(('apex', *EXTENSIONS))})\b")
+#: Names of methods and attributes that apex gives optimizers; files that never name apex use them, too.
+LEFT_BEHIND = re.compile(rf"\b({'|'.join(ON_OPTIMIZERS)})\b")
 
 
 def migrate_source(code: str, to: str = "ampcompat", package: str = "") -> Result:
@@ -28,7 +31,8 @@ def migrate_source(code: str, to: str = "ampcompat", package: str = "") -> Resul
     """
     if to not in TARGETS:
         raise ValueError(f"to={to!r} is not a target; use one of {', '.join(TARGETS)}")
-    if not MENTION.search(code):
+    is_left_behind = to == "native" and LEFT_BEHIND.search(code) is not None
+    if not MENTION.search(code) and not is_left_behind:
         return Result(code)
     source = Source("", code)
     return rewrite_imports(source) if to == "ampcompat" else rewrite_native(source, package)

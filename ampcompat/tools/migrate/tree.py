@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ampcompat.tools.check.documents import NotANotebook, Notebook, is_notebook
-from ampcompat.tools.check.files import SUFFIXES, Text, Unreadable, decode, read, sources
+from ampcompat.tools.check.files import SUFFIXES, Text, Unreadable, decode, is_native_amp, read, sources
 from ampcompat.tools.check.manifests import is_manifest, is_requirement, places
 from ampcompat.tools.check.split_lines import indent_of, lines_of
 from ampcompat.tools.migrate.change import Change
@@ -54,7 +54,7 @@ def migrate_paths(paths: Sequence[str | Path], to: str = "ampcompat") -> Iterato
 
 def _with_native_amp(changes: list[Change]) -> list[Change]:
     """``changes`` with the imports of ``native_amp`` as each file has to write them, and with its copies."""
-    wanting = [change.path for change in changes if change.needs_amp]
+    wanting = {change.path: _root_of(change) for change in changes if change.needs_amp}
     if not wanting:
         return changes
     codes = {change.path: code for change in changes if (code := change.source()) is not None}
@@ -72,6 +72,11 @@ def _with_native_amp(changes: list[Change]) -> list[Change]:
     return done
 
 
+def _root_of(change: Change) -> Path:
+    """The directory that is migrated, which the names of changes are relative to."""
+    return change.path.parents[len(Path(change.name).parts) - 1]
+
+
 def _copy_in(folder: Path, wanting: Change) -> list[Change]:
     """The new file in a folder; nothing where it is there already."""
     path = folder / f"{NAME}.py"
@@ -83,8 +88,7 @@ def _copy_in(folder: Path, wanting: Change) -> list[Change]:
                 "imports it, and migrate again"
             )
         return []
-    root = wanting.path.parents[len(Path(wanting.name).parts) - 1]
-    name = Path(os.path.relpath(path, root)).as_posix()
+    name = Path(os.path.relpath(path, _root_of(wanting))).as_posix()
     return [Change(path, name, Text("", "utf-8"), content, is_new=True)]
 
 
@@ -99,6 +103,8 @@ def migrate_file(file: Path, name: str, to: str, package: str = "") -> Change:
     """
     try:
         old = decode(read(file))
+        if is_native_amp(file.name, old.code):
+            return Change(file, name)
         if is_manifest(str(file)) and file.suffix not in SUFFIXES:
             result = _without_apex(file, old.code, to)
             return Change(file, name, old, result.code, result.todos)

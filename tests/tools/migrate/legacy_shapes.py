@@ -494,6 +494,125 @@ Trainer().run()
     "the loss unpacked": SETUP + loop("opt.step()", forward="parts = (model(x), y)\nloss = F.cross_entropy(*parts)"),
 }
 
+#: Models and losses whose own code would meet what amp puts in the place of a forward or a step.
+OWN = {
+    "a zero_grad with an argument of its own": """\
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.G, self.D = nn.Linear(4, 4), nn.Linear(4, 3)
+    def forward(self, x):
+        return self.D(self.G(x))
+    def zero_grad(self, which="all"):
+        for name in "GD" if which == "all" else which:
+            for p in getattr(self, name).parameters():
+                p.grad = None
+
+
+"""
+    + SETUP.replace("nn.Linear(4, 3)", "Net()")
+    + loop("opt.step()").replace("opt.zero_grad()", "model.zero_grad()")
+    + loop("opt.step()").replace("opt.zero_grad()", "model.zero_grad('G'); model.zero_grad(which='D')"),
+    "a zero_grad without arguments": """\
+class Net(nn.Linear):
+    def zero_grad(self):
+        for p in self.parameters():
+            p.grad = None
+
+
+"""
+    + SETUP.replace("nn.Linear(", "Net(")
+    + loop("opt.step()").replace("opt.zero_grad()", "model.zero_grad()"),
+    "a batch filtered by the arguments of forward": """\
+import inspect
+class Net(nn.Linear):
+    def forward(self, x, mask=None):
+        return super().forward(x if mask is None else x * mask)
+
+
+batch = {"x": x, "mask": (x > 0).float(), "length": 3}
+def names(forward):
+    spec = set(inspect.getfullargspec(forward).args) & set(forward.__code__.co_varnames)
+    return spec & set(inspect.signature(forward).parameters)
+"""
+    + SETUP.replace("nn.Linear(", "Net(")
+    + loop(
+        "opt.step()",
+        forward="given = {n: batch[n] for n in names(model.forward)}\nloss = F.cross_entropy(model(**given), y)",
+    ),
+    "a registry of model classes": """\
+class Registered(nn.Linear):
+    names = []
+    def __init_subclass__(cls, name):
+        super().__init_subclass__()
+        Registered.names.append(name)
+class Net(Registered, name="net"):
+    pass
+
+
+"""
+    + SETUP.replace("nn.Linear(", "Net(")
+    + loop("opt.step()")
+    + "LOSSES.append(len(Registered.names))\n",
+    "delayed by one loss_id, ended by another": SETUP.replace("verbosity=0", "verbosity=0, num_losses=2")
+    + turns(
+        "opt.zero_grad()\nout = model(x)\none, two = F.cross_entropy(out, y), out.float().pow(2).mean()\n"
+        + "if i == 2:\n    one = one * float('inf')\n"
+        + scaled_backward("one", "opt", ", loss_id=0, delay_unscale=True", "retain_graph=True")
+        + scaled_backward("two", "opt", ", loss_id=1")
+        + "opt.step()\nLOSSES += [s.loss_scale() for s in amp._amp_state.loss_scalers]\n"
+    ),
+    "the optimizers of a dict": PAIR % ""
+    + "opts = {'a': oa, 'b': ob}\n"
+    + together("oa.step(); ob.step()\n").replace("[oa, ob]", "opts.values()"),
+    "sparse gradients": """\
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.out = nn.Embedding(8, 4, sparse=True), nn.Linear(4, 3)
+    def forward(self, x):
+        return self.out(self.words(x))
+
+
+x = torch.arange(16) % 5
+"""
+    + SETUP.replace("nn.Linear(4, 3)", "Net()")
+    + turns(
+        "loss = F.cross_entropy(model(x), y) / 2 * (float('inf') if i == 2 else 1)\n"
+        + scaled_backward()
+        + "if i % 2:\n    opt.step()\n    opt.zero_grad()\nif i != 2:\n    LOSSES.append(loss.item())\n"
+    ),
+    "outputs that are saved": "import io\n"
+    + SETUP
+    + loop("opt.step()", forward="out = model(x)\ntorch.save([out], io.BytesIO())\nloss = F.cross_entropy(out, y)"),
+    "a function whose backward multiplies, decorated": """\
+class Multiply(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight.t(), x.t() @ grad
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.weight = nn.Linear(4, 4), nn.Parameter(torch.eye(4)[:, :3].clone())
+    def forward(self, x):
+        return Multiply.apply(self.first(x), self.weight)
+
+
+"""
+    + SETUP.replace("nn.Linear(4, 3)", "Net()")
+    + loop("opt.step()"),
+}
+PLAIN |= OWN
+
 HARD = {
     "step left out by continue after clipping": SETUP + loop(f"{CLIP}\nif i == 3:\n    continue\nopt.step()"),
     "step left out by return after clipping": SETUP

@@ -60,7 +60,10 @@ def run(folder, script):
 
 
 def is_of(module, folder):
-    return str(getattr(module, "__file__", None)).startswith(str(folder))
+    """Whether a module is of a folder; a package without ``__init__.py`` has paths, and no file."""
+    names = getattr(module, "__dict__", {})
+    places = [names.get("__file__"), *names.get("__path__", ())]
+    return any(str(place).startswith(str(folder)) for place in places)
 
 
 @contextlib.contextmanager

@@ -111,6 +111,24 @@ NEAR["checkpoints in another module"] = {
     "saves.py": APEX + "def save():\n    return {'amp': amp.state_dict()}\n",
     "train.py": TRAIN.replace(APEX, APEX + "from saves import save\n") + "save()['amp']\n",
 }
+NEAR["the loop in a folder without __init__"] = {
+    "engine/loop.py": ENGINE,
+    "train.py": ENGINE_RUN.replace("from engine import", "from engine.loop import"),
+}
+NEAR["amp in folders without __init__ alone"] = {
+    "core/engine.py": ENGINE,
+    "core/setup.py": HEAD + APEX + DATA + "def setup():\n" + indented(MADE + INIT) + "    return model, opt, x, y\n",
+    "train.py": HEAD
+    + "from core import engine\nfrom core.setup import setup\nmodel, opt, x, y = setup()\n"
+    + "LOSSES = engine.train(model, opt, x, y)\n",
+}
+NEAR["a package, and a folder without __init__"] = {
+    "core/__init__.py": "",
+    "core/engine.py": ENGINE,
+    "saves/state.py": APEX + "def state():\n    return amp.state_dict()\n",
+    "train.py": ENGINE_RUN.replace("from engine import", "from saves.state import state\nfrom core.engine import")
+    + "LOSSES.append(state()['loss_scaler0']['loss_scale'])\n",
+}
 RUN = "from engine import Trainer\n"
 #: Trees whose parts are further apart, and a file of each.
 APART = {

@@ -184,7 +184,7 @@ def test_native_in_a_package(before, after):
         ("from apex.optimizers import FusedAdam\nmake(FusedAdam)\n", "use torch.optim.AdamW"),
         ("from apex.optimizers import FusedAdam\nFusedAdam(p)\nFusedAdam(p, adam_w_mode=False)\n", "use torch.optim"),
         ("from apex.optimizers import FusedAdam\nFusedAdam(**options)\n", "use torch.optim.AdamW"),
-        ("from apex.parallel import DistributedDataParallel as D\nD(m, gradient_average=False)\n", "these arguments"),
+        ("from apex.parallel import DistributedDataParallel as D\nD(m, gradient_average=False)\n", "gradient_average"),
         ("from apex.parallel import LARC\nLARC(o)\n", "torch has no LARC"),
         ("from apex import fp16_utils\nfp16_utils.network_to_half(m)\n", "nothing of the same meaning"),
         ("from apex.amp import lists\nlists.torch_overrides\n", "native_amp does not have it"),
@@ -202,6 +202,47 @@ def test_what_torch_has_nothing_for_stays_and_is_marked(code, reason):
     assert lines == code.splitlines()
     assert any(reason in message for _, message in result.todos)
     assert migrate_source(result.code, "native").code == result.code
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        ("from apex.optimizers import FusedAdam\nFusedAdam(p, lr=1.0, bias_correction=False)\n", 2),
+        ("import apex\napex.optimizers.FusedAdam(p, bias_correction=False)\n", 3),
+    ],
+)
+def test_an_argument_that_torch_does_not_have_is_named_once(code, line):
+    message = (
+        "apex.optimizers.FusedAdam: torch has no bias_correction=False; use torch.optim.AdamW, or Adam for "
+        "adam_w_mode=False; apex's weight_decay is 0"
+    )
+    todos = migrate_source(code, "native").todos
+    assert [todo for todo in todos if "FusedAdam" in todo[1]] == [(line, message)]
+
+
+INITIALIZED = "from apex import amp\nself.net, opt = amp.initialize(self.net, opt)\n"
+BLOCK = "with amp.scale_loss(loss / 2, opt) as scaled:\n    scaled.backward()\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("loss, parts = self.net.loss(x)", "self.net.loss"),
+        ("loss = F.mse_loss(self.net.module.encode(x), y)", "self.net.module.encode"),
+        ("loss = self.net(x).sum() + sum(p.norm() for p in self.net.parameters())", None),
+        ("loss = self.net.forward(x).sum()", None),
+        ("loss = other.loss(x)", None),
+        ("self.net.train()", None),
+    ],
+)
+def test_a_loss_of_a_method_is_noted_where_it_can_be_seen(line, named):
+    notes = migrate_source(f"{INITIALIZED}{line}\n{BLOCK}", "native").notes
+    assert notes == [
+        f"line 3: {named}(...) runs in float32, since only the forward of a model is under autocast; call it under "
+        "torch.autocast and use .float() of what it returns"
+        for _ in [line]
+        if named
+    ]
 
 
 def test_what_is_left_stands_beside_what_is_not():

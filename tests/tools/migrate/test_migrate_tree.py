@@ -3,6 +3,7 @@
 import argparse
 import builtins
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -65,6 +66,38 @@ def test_what_is_left_is_listed_and_sets_the_status(tmp_path, capsys):
     assert status == 1
     assert "a.py:1: apex.RNN is not provided" in shown.err
     assert "b.py: cannot be parsed" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import apex.RNN\n", "1 of 1 file would change, 1 place needs you"),
+        ("import apex.RNN\nimport apex.pyprof\n", "1 of 1 file would change, 2 places need you"),
+        ("from apex import amp\n", "1 of 1 file would change, 0 places need you"),
+    ],
+)
+def test_the_summary_is_plain_english(code, said, tmp_path, capsys):
+    (tmp_path / "a.py").write_text(code)
+    assert said in run(capsys, tmp_path)[1].err
+
+
+def test_check_lists_what_would_change_and_sets_the_status(tmp_path, capsys):
+    file = tmp_path / "a.py"
+    file.write_bytes(OLD)
+    (tmp_path / "b.py").write_text("x = 1\n")
+    status, shown = run(capsys, tmp_path, "--check")
+    assert (status, shown.out, file.read_bytes()) == (1, "a.py\n", OLD)
+    run(capsys, tmp_path, "--write")
+    assert run(capsys, tmp_path, "--check")[:1] == (0,)
+    with pytest.raises(SystemExit):
+        run(capsys, tmp_path, "--check", "--write")
+
+
+def test_the_diff_shows_the_copied_file_as_one_line(tmp_path, capsys):
+    (tmp_path / "a.py").write_bytes(OLD)
+    shown = run(capsys, tmp_path, "--to", "native")[1].out
+    assert re.fullmatch(r"\+ native_amp.py, \d+ lines", shown.splitlines()[-1])
+    assert "def scale_loss" not in shown
 
 
 def test_links_are_neither_read_nor_written(tmp_path, capsys):

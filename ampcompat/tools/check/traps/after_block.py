@@ -21,6 +21,8 @@ def clip_of_model_params(source: Source) -> Iterator[Mistake]:
     At O2 the gradients that count are those of the float32 masters; clipping the model's half gradients after the
     block changes nothing. Clip ``amp.master_params(optimizer)``: right at every level.
     """
+    if source.bindings.is_native:  # it has no masters
+        return
     note = "the optimizer steps master parameters, so that this changes nothing; clip amp.master_params(optimizer)"
     # A function that clips master_params too has a branch for each precision.
     clip_masters = {source.scope(call) for call in source.calls_to("apex.amp.master_params")}
@@ -41,6 +43,8 @@ def edit_of_model_gradients(source: Source) -> Iterator[Mistake]:
     The optimizer steps the float32 masters, whose gradients were taken when the block ended. Edit those of
     ``amp.master_params(optimizer)``, or edit inside the block.
     """
+    if source.bindings.is_native:  # it has no masters
+        return
     note = "the optimizer steps masters, so that this changes nothing; edit amp.master_params(optimizer)"
     edit_masters = {source.scope(call) for call in source.calls_to("apex.amp.master_params")}
     for loop in source.kind(ast.For):
