@@ -6,6 +6,9 @@ from amp_training import make_step
 
 from ampcompat import amp
 from ampcompat.amp.levels import LEVELS, Level
+from ampcompat.testing import assert_opt_level_parity
+from ampcompat.tools.parity.levels import read_levels
+from ampcompat.tools.pictures import colour_of
 from ampcompat.tools.selftest import checks
 
 ROWS = {
@@ -80,3 +83,31 @@ def test_explanations_and_records_work_at_it(level, capsys):
     handle.flush()
     assert [(record.step, record.skipped) for record in records] == [(1, ROWS[level].loss_scale == "dynamic")]
     assert "ampcompat explain: " in capsys.readouterr().err
+
+
+def test_parity_runs_it(level):
+    names = [run.name for run in read_levels(f"O0,{level}", "float16,bfloat16")]
+    assert names == {
+        "O6": ["O0", "O6 fp16", "O6 bf16"],
+        "O7": ["O0", "O7"],
+        "O8": ["O0", "O8"],
+    }[level]
+    assert colour_of(level)
+
+
+def test_levels_are_compared_with_it(level):
+    def train(opt_level):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+        losses = []
+        for seed in range(3):
+            torch.manual_seed(seed)
+            loss = model(torch.randn(8, 4)).float().pow(2).mean()
+            make_step(optimizer, loss)
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    assert_opt_level_parity(train, levels=(level,))
