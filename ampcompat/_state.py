@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ThreadCasts(threading.local):
-    """Track what one thread is in the middle of.
+    """What one thread is currently inside.
 
     Attributes:
         forwards: Depth of casting forwards of initialized models; the outermost one owns autocast's weight cache.
@@ -57,7 +57,7 @@ class CastState:
         patches: Undo of the patches that casting needs; None while they are not installed.
         functions: Undo of the wrappers around functions that users registered.
         cpu_convolution: Undo of the CPU's own half convolutions; None while torch's are in force.
-        thread: What the current thread is in the middle of.
+        thread: What the current thread is inside.
     """
 
     sessions: list[Session] = field(default_factory=list)
@@ -127,8 +127,8 @@ class OptimizerIndex:
     """Optimizers that calls of ``initialize`` were given, as long as they are alive.
 
     Attributes:
-        live: Those under amp; :meth:`listed` reads them at a third of the cost of iterating.
-        disabled: Those given to ``initialize(enabled=False)``.
+        live: Optimizers under amp; :meth:`listed` reads them at a third of the cost of iterating.
+        disabled: Optimizers given to ``initialize(enabled=False)``.
         may_hold_dropped: Whether a call has come since those that a script has dropped were last collected: they are
             reference cycles, their methods are bound to them.
     """
@@ -193,13 +193,13 @@ class State:
     adapters: list[Adapter] = field(default_factory=list)
 
     def undo_once(self, undo: Callable[[], None]) -> None:
-        """Have ``reset`` call ``undo``, which undoes what there is, if anything: once, however often this is called."""
+        """Make ``reset`` call ``undo``, which undoes what there is, if anything: once, however often this is called."""
         if undo not in self.done_once:
             self.done_once.add(undo)
             self.undo.callback(undo)
 
     def patch_once(self, patch: Callable[[Callable[..., Any], ExitStack], None], called: Callable[..., Any]) -> None:
-        """Have ``patch`` make torch call ``called``, until a reset: once, however often this is called."""
+        """Apply ``patch``, which makes torch call ``called``, until a reset: once, however often this is called."""
         if (patch, called) not in self.done_once:
             self.done_once.add((patch, called))
             patch(called, self.undo)

@@ -16,7 +16,7 @@ from ampcompat._types import HALF_DTYPES
 
 @dataclass(frozen=True)
 class Level:
-    """A row of :data:`LEVELS`: what is printed of a level, and its defaults; a None means nothing at that level."""
+    """A row of :data:`LEVELS`: what is printed of a level, and its defaults. None: the option does not apply."""
 
     brief: str
     cast_model_type: torch.dtype | None

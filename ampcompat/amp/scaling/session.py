@@ -1,4 +1,4 @@
-"""Own what one call of ``initialize`` made: its options, its scalers, how its models run, and its casts."""
+"""What one ``initialize`` call owns: its options, its scalers, how its models run, and its casts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Session:
         steps: Of all its optimizers, skipped ones included.
         enabled: False of ``initialize(enabled=False)``, which owns nothing.
         policy: How its models run.
-        casting: Its policy, and those of other calls that cast functions because this one does.
+        casting: Its policy, and the policies of other calls that cast functions because this one does.
         device_types: Where its casts are in force.
     """
 
