@@ -87,11 +87,14 @@ def test_explanations_and_records_work_at_it(level, capsys):
 
 def test_parity_runs_it(level):
     names = [run.name for run in read_levels(f"O0,{level}", "float16,bfloat16")]
-    assert names == {
-        "O6": ["O0", "O6 fp16", "O6 bf16"],
-        "O7": ["O0", "O7"],
-        "O8": ["O0", "O8"],
-    }[level]
+    assert (
+        names
+        == {
+            "O6": ["O0", "O6 fp16", "O6 bf16"],
+            "O7": ["O0", "O7"],
+            "O8": ["O0", "O8"],
+        }[level]
+    )
     assert colour_of(level)
 
 

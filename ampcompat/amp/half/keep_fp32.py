@@ -168,7 +168,10 @@ def _hint(names: Names) -> str:
 
 
 def _list(names: Names) -> str:
+    """The names in ``names``, but for a whole model's, to be read."""
     shown = sorted(name for name in names.values() if name)
+    if not shown:
+        return "no modules inside"
     listed = ", ".join(shown[:20])
     if len(shown) > 20:
         listed += f" and {len(shown) - 20} more"
