@@ -105,8 +105,10 @@ class FP16_Optimizer:
         for p in (*self._pairs()[0], *self._master_params()):
             if set_grads_to_None:
                 p.grad = None
-            elif p.grad is not None:
+            elif p.grad is not None and p.grad.grad_fn is not None:
                 p.grad.detach_().zero_()
+            elif p.grad is not None:  # a view of DDP's bucket cannot be detached in place
+                p.grad.requires_grad_(False).zero_()
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
         """Backward of the scaled loss in float32; then unscaled gradients on the masters, unless told not to."""

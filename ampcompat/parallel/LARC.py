@@ -75,6 +75,9 @@ class LARC(torch.optim.Optimizer):
             RuntimeError: A gradient is sparse, or a param is complex or sharded; nothing has been changed then.
         """
         loss = evaluated(closure)
+        prepare = getattr(self.optim, "_amp_prepare_masters", None)
+        if prepare is not None:  # amp: gradients unscaled, masters as the model is
+            prepare()
         groups = self.optim.param_groups
         refuse_unsupported("LARC", chain.from_iterable(group["params"] for group in groups), reads_whole_params=True)
         decays = [group.get("weight_decay") for group in groups]

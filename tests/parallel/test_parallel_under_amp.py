@@ -240,6 +240,37 @@ def test_a_batch_norm_that_is_itself_the_model_converts():
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_larc_outside_sees_unscaled_gradients_and_written_weights(level):
+    """It scales gradients before the optimizer's own step, which unscales those of a delayed block."""
+    ends = []
+    for delay in (False, True):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+        outside = LARC(optimizer)
+        for step in range(2):
+            for param in model.parameters():
+                param.data.clamp_(-0.25, 0.25)
+            if delay:  # else amp.master_params does it
+                with amp.scale_loss(model(data(step)).float().pow(2).mean(), optimizer, delay_unscale=True) as scaled:
+                    scaled.backward()
+            else:
+                make_step_without(optimizer, model(data(step)).float().pow(2).mean())
+                list(amp.master_params(optimizer))
+            outside.step()
+            outside.zero_grad()
+        ends.append(list(model.state_dict().values()))
+    for one, other in zip(*ends, strict=True):
+        assert torch.equal(one, other)
+
+
+def make_step_without(optimizer, loss):
+    """A block alone."""
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_larc_outside_and_inside_train_alike(level):
     ends = []
     for outside in (False, True):

@@ -45,13 +45,22 @@ def _clear_half_gradients(masters: list[Master], asked_for_zeros: bool) -> None:
     for master in masters:
         grad = master.half.grad
         if grad is not None and (asked_for_zeros or master.value.grad is not None):
-            grad.detach_().zero_()
+            _zero_(grad)
             zeroed.append(master)
         else:
             master.half.grad = None
             master.grad_shown = False
     if zeroed:
         _zero_masters_gradients(zeroed)
+
+
+def _zero_(grad: torch.Tensor) -> None:
+    """Zero ``grad`` as torch's ``zero_grad`` does; a view of DDP's bucket cannot be detached in place."""
+    if grad.grad_fn is not None:
+        grad.detach_()
+    else:
+        grad.requires_grad_(False)
+    grad.zero_()
 
 
 @_torch.without_grad

@@ -7,9 +7,9 @@ Nearly always nothing is pending, and the first column tells all. ``gradients`` 
 event                           nothing pending                         pending gradients in its leaves
 ==============================  ======================================  ==============================================
 block begins                    older gradients are saved               rescaled; if not all are the block's, unscaled
-block ends                      unscaled, saved ones added              the same, in one pass
+block ends                      unscaled, added to older ones           the same, in one pass
 block ends with an overflow     a step is skipped; other holders check  the same
-block gives no gradient         saved ones come back                    unscaled
+block gives no gradient         older ones come back                    unscaled
 ends with ``delay_unscale``     new ones are pending                    pending together
 ends in DDP's ``no_sync``       new ones are pending                    pending together
 block raises                    as it began                             lost, with a warning
@@ -19,7 +19,7 @@ end of the block raises         cleared (None), older ones too          cleared
 ``step`` of one of two holders  used; masters keep them                 unscaled, then used
 ``zero_grad``                   gone, with what is known of them        gone
 ``p.grad`` cleared              gone, in masters too                    gone; unscaled ones from before stay
-``p.grad`` edited               used, not by masters                    unscaled as they are now
+``p.grad`` edited               used; masters do not see it             unscaled as they are now
 ``load_state_dict``             as they are                             as they are
 a param joins with a gradient   dropped where losses are scaled         as they are
 ==============================  ======================================  ==============================================
@@ -60,7 +60,7 @@ def begin(block: Block, delay: bool) -> None:
 
 
 def _settle_earlier_gradients(optimizer: Optimizer, are_scaled: bool) -> None:
-    """End what is known of the gradients that ``optimizer`` has before a block, as far as they are gone or used."""
+    """Before a block: warn of dropped gradients, drop those stepped with, forget flags of those that were cleared."""
     stash: AmpOptimizerState = optimizer._amp_stash
     if stash.undecided_steps:
         report_arrived(stash)
@@ -104,7 +104,7 @@ def clear_stepped(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
         master.drop_gradient()
     for other in state.optimizers.listed():
         if other._amp_stash.stepped and not stash.leaves.ids().isdisjoint(other._amp_stash.leaves.ids()):
-            other._amp_stash.stepped = False  # what it has stepped with is gone
+            other._amp_stash.stepped = False  # what both share is gone
 
 
 def _forget_flags_of_cleared(stash: AmpOptimizerState) -> None:
@@ -178,8 +178,8 @@ def undo_begin(block: Block) -> None:
     if block.took_pending:
         put_back(block)
         return
-    show_sums(block.leaves.masters, block.scale)
     add_saved(block.saved)
+    show_sums(block.leaves.masters, block.scale)
 
 
 def put_back(block: Block) -> None:
@@ -187,10 +187,10 @@ def put_back(block: Block) -> None:
     block.scalers[0].forget_found_inf()
     drop_cleared(block.leaves.masters)
     _clear_scaled(block.leaves)
-    show_sums(block.leaves.masters, block.scale)
     add_saved(block.saved)
     if block.took_pending:
         misuse.warn_of("pending gradients lost")
+    show_sums(block.leaves.masters, block.scale)  # last: it takes memory, which may have run out
 
 
 def clear_partly_unscaled(gradients: ScaledGradients) -> None:

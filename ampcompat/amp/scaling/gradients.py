@@ -35,7 +35,8 @@ class ScaledGradients:
 
     Attributes:
         leaves: The tensors.
-        scalers: The scalers of the losses that they stem from, the block's own first; the pass counts for each.
+        scalers: The scalers of the losses that they stem from, the block's own first; each counts the pass when these
+            are unscaled.
         scale: What they are multiplied by (0-dim float32); None where nothing is scaled.
         saved: Unscaled gradients from before, of leaves without a master: they come back when these are unscaled.
     """

@@ -19,6 +19,7 @@ from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import Master
 from ampcompat.amp.scaling.gradients import Block, pending_in
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
+from ampcompat.amp.scaling.unscaling import entries_of
 
 #: How many blocks are watched for each loss: a hook on the loss takes a tenth of a millisecond of a backward pass.
 WATCHED = 16
@@ -322,8 +323,4 @@ def _comparison(master: Master, before: torch.Tensor) -> _torch.HostCopy:
 def _is_zeroed(master: Master) -> bool:
     """Whether ``zero_grad(set_to_none=False)`` has zeroed both gradients, which is no edit."""
     grads = (master.half.grad, master.value.grad)
-    return all(grad is None or not _entries(grad).any() for grad in grads)
-
-
-def _entries(grad: torch.Tensor) -> torch.Tensor:
-    return grad._values() if grad.is_sparse else grad
+    return all(grad is None or not entries_of(grad).any() for grad in grads)

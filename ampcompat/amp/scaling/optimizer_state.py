@@ -41,8 +41,8 @@ class AmpOptimizerState:
         leaves: Masters of these params, and params without a master.
         shares: Whether another optimizer holds one of these leaves, too.
         overflows: Flags of blocks since the last step, most of them not set; one that is set skips the next.
-        suspect: Whether the next step looks at its gradients itself: an overflow may have left some, or another
-            optimizer's block.
+        suspect: Whether the next step looks at its gradients itself, since a skipped step or another optimizer's block
+            may have left some that are not finite.
         stepped: Whether it has stepped with gradients that its masters keep for optimizers that share them.
         skipped: Whether the last step was skipped; None before the first step, and while only the device knows.
         undecided_steps: Steps that the device decided about, oldest first (see ``device_steps``).
@@ -101,7 +101,7 @@ class AmpOptimizerState:
         self.session.steps += 1
 
     def drop_used_gradients(self, skipped: bool | None) -> None:
-        """Drop the gradients of masters after a step, or note that it has stepped where another optimizer shares them.
+        """Drop the gradients of masters after a step; where another optimizer shares any leaf, keep all and note it.
 
         Gradients of other tensors stay, as in plain torch. After a skipped step, the next one looks at them.
         """
@@ -146,8 +146,8 @@ class AmpOptimizerState:
     def params_have_scaled_gradients(self) -> bool:
         """Whether ``param.grad`` holds gradients that a later block, or the step, unscales.
 
-        Scripts write False: they have unscaled or cleared what is there. Gradients of half parameters are then dropped
-        by the next block, as under apex.
+        Scripts write False: they have unscaled or cleared what is there. After that, the next block drops gradients of
+        half parameters, as under apex.
         """
         block = open_block_of(self.leaves)
         return bool(pending_in(self.leaves)) or (block is not None and block.took_pending)

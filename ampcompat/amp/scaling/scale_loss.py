@@ -146,6 +146,8 @@ class ScaleLoss:
         block.is_plain = not needs_scale and not self._has_masters()
         if state.open_blocks:
             _refuse_inside_another(block)
+        if state.pending:
+            _refuse_part_of_unsynced(block)
         if state.observers:
             notify("on_scale_loss", self.loss, self.scaler, self.optimizers)
         self.block = block
@@ -234,6 +236,18 @@ class ScaleLoss:
             else:
                 state.watch.look_after_block(block, has_new_grads)
         return stays_scaled
+
+
+def _refuse_part_of_unsynced(block: Block) -> None:
+    """Refuse a block that has some of the tensors of a ``no_sync`` pass, whose gradients it could not average."""
+    ids = block.leaves.ids()
+    for pending in pending_in(block.leaves):
+        if pending.is_unsynced and not pending.leaves.ids() <= ids:
+            raise RuntimeError(
+                "scale_loss of some of the optimizers whose gradients no_sync() has left on this process - the rest"
+                " would never be averaged - give the block all of them: amp.scale_loss(loss, [optimizer_a,"
+                " optimizer_b])."
+            )
 
 
 def _refuse_inside_another(block: Block) -> None:

@@ -130,6 +130,8 @@ class LossScaler:
     @dynamic.setter
     def dynamic(self, value: Any) -> None:
         self._is_dynamic = bool(value)
+        if not self._is_dynamic and self.scale is not None:
+            self.initial_scale = self.loss_scale()  # it stays where it has come to
 
     @property
     def _scale_seq_len(self) -> int:
@@ -166,8 +168,8 @@ class LossScaler:
 
     @property
     def is_one(self) -> bool:
-        """Whether the scale is 1, and no script has written it: then blocks need not touch gradients. No host sync."""
-        return not self._is_dynamic and self.scale is None and self.initial_scale == 1.0
+        """Whether the scale is 1 and never moves: then blocks need not touch gradients. No host sync."""
+        return not self._is_dynamic and self.initial_scale == 1.0
 
     @property
     def _has_overflow(self) -> bool:
@@ -207,7 +209,7 @@ class LossScaler:
         self._delayed = []
 
     def forget_last_pass(self) -> None:
-        """Let ``_has_overflow`` and ``_overflow_buf`` tell of no overflow; :meth:`unscale` writes nothing otherwise."""
+        """Forget the overflow that ``_has_overflow`` tells of: after one, :meth:`unscale` writes nothing until then."""
         self._last_pass = None
         if self._lent_buffer is not None:
             self._lent_buffer.zero_()
@@ -344,7 +346,7 @@ class LossScaler:
             growth_interval=self._growth_interval,
             smallest=self._smallest,
             largest=self._largest,
-            # What the host last wrote: from there on, moves end at the limits.
+            # Where the host's last value was within the limits, every later scale is too.
             is_within_limits=self._smallest <= self.initial_scale <= self._largest,
         )
         if _torch.is_capturing():

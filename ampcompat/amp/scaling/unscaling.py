@@ -31,7 +31,7 @@ from ampcompat._state import state
 from ampcompat.amp.half.chunks import in_chunks
 from ampcompat.amp.half.masters import Master
 from ampcompat.amp.scaling.adapter import Adapter
-from ampcompat.amp.scaling.gradients import ScaledGradients
+from ampcompat.amp.scaling.gradients import Pending
 from ampcompat.amp.scaling.leaves import Leaves
 from ampcompat.amp.scaling.scaler import LossScaler
 
@@ -42,7 +42,7 @@ _IS_SPARSE = attrgetter("is_sparse")
 
 # -- before a backward pass --------------------------------------------------------------------------------------------
 def save_grads(leaves: Leaves, saved: dict[torch.Tensor, torch.Tensor], scaled: Set[int] = frozenset()) -> None:
-    """Take unscaled gradients out of ``p.grad``, into ``saved``; those of half weights are in their masters.
+    """Take unscaled gradients out of ``p.grad``, into ``saved``; the sums of half weights are in their masters.
 
     Args:
         leaves: Whose gradients.
@@ -67,7 +67,7 @@ def save_grads(leaves: Leaves, saved: dict[torch.Tensor, torch.Tensor], scaled: 
         param.grad = None
 
 
-def rescale(gradients: ScaledGradients, scaler: LossScaler) -> None:
+def rescale(gradients: Pending, scaler: LossScaler) -> None:
     """Bring scaled ``gradients`` to the scale of ``scaler``, whose block adds to them.
 
     Where the ratio of the two scales is a power of two, as it is unless a script wrote one, this loses no bit of a
@@ -78,7 +78,7 @@ def rescale(gradients: ScaledGradients, scaler: LossScaler) -> None:
     if before is None or is_one or before is scaler.scale:
         return
     tensors = gradients.leaves.tensors()
-    scaled = [_entries(param.grad) for param in tensors if param.grad is not None]
+    scaled = [entries_of(param.grad) for param in tensors if param.grad is not None]
     if state.adapters:
         scaled = list(map(_torch.local_part, scaled))
     for adapter in state.adapters:
@@ -146,7 +146,7 @@ def _direct_grads(direct: list[torch.Tensor]) -> list[torch.Tensor]:
             continue
         if param.grad.is_sparse:
             param.grad = _torch.coalesced(param.grad)
-        entries.append(_entries(param.grad))
+        entries.append(entries_of(param.grad))
     return entries
 
 
@@ -171,7 +171,7 @@ def _add_to_masters(
     """Add ``half_gradients``, in float32 and unscaled, to their masters' gradients; unscale ``direct_grads`` too."""
     if any(map(_IS_SPARSE, half_gradients.values())):
         grads = _sparse_float32_copies(half_gradients)
-        entries = list(map(_entries, grads))
+        entries = list(map(entries_of, grads))
     elif scale is None and _can_add_half(half_gradients):
         grads = list(half_gradients.values())
         entries = grads
@@ -234,7 +234,7 @@ def drop_cleared(masters: Iterable[Master]) -> None:
             master.drop_gradient()
 
 
-def _entries(grad: torch.Tensor) -> torch.Tensor:
+def entries_of(grad: torch.Tensor) -> torch.Tensor:
     """The numbers that ``grad`` holds: the stored ones of a sparse gradient."""
     return grad._values() if grad.is_sparse else grad
 
