@@ -129,6 +129,9 @@ def initialize(
     optimizer_list = [] if optimizers is None else _as_list(optimizers)
     if opt_level not in LEVELS:
         raise RuntimeError(f"opt_level={opt_level!r} is not one of {', '.join(LEVELS)}; they begin with the letter O")
+    named_level = f"O{str(enabled)[1:]}"  # of "O2", "o2" or "02" in the place of ``enabled``
+    if named_level in LEVELS and named_level != opt_level:
+        raise TypeError(f"the third argument of initialize is enabled; pass opt_level={named_level!r} by name")
     dtype, default_scale = LEVELS[opt_level]
     if cast_model_type is not None:
         dtype = cast_model_type if cast_model_type in (torch.float16, torch.bfloat16) else None
@@ -141,6 +144,7 @@ def initialize(
     _amp_state.opt_properties = types.SimpleNamespace(
         enabled=bool(enabled), opt_level=opt_level, cast_model_type=dtype, master_weights=False, loss_scale=scale
     )
+    _amp_state.device_type = _device_type_of(model_list)
     for model in model_list:
         _wrap_forward(model, dtype if enabled else None, cast_model_outputs or torch.float32)
     if enabled:
@@ -194,20 +198,25 @@ class _Forward:
 def _wrap_forward(model: Any, dtype: torch.dtype | None, output_dtype: torch.dtype) -> None:
     """Make the forward of a model run under autocast in ``dtype``; None: as it did before amp."""
     model = getattr(model, "_orig_mod", model)  # of torch.compile
-    device_types = {param.device.type for param in model.parameters()} - {"cpu"}
-    _amp_state.device_type = device_types.pop() if device_types else "cpu"
     _amp_state.models_to_watch.discard(model)
     if not isinstance(model.forward, _Forward):
         if dtype is None:
             return
         model.forward = _Forward(model.forward)
         model._replicate_for_data_parallel = types.MethodType(_replicate_for_data_parallel, model)
-    model.forward.device_type = _amp_state.device_type
+    model.forward.device_type = _device_type_of([model])
     model.forward.dtype = dtype
     model.forward.output_dtype = output_dtype
     model.forward.has_run = False
     if dtype is not None:
         _amp_state.models_to_watch.add(model)
+
+
+def _device_type_of(models: list[Any]) -> str:
+    """Return where models run: not "cpu" if a weight is elsewhere. Models without weights run where the others do."""
+    device_types: set[str] = {param.device.type for model in models for param in model.parameters()}
+    device_types = device_types or {_amp_state.device_type}
+    return (device_types - {"cpu"} or device_types).pop()
 
 
 def _replicate_for_data_parallel(model: Any) -> Any:
@@ -310,6 +319,8 @@ def scale_loss(
     if not scalers:  # enabled=False
         yield loss
         return
+    if loss_id not in range(-len(scalers), len(scalers)):
+        raise IndexError(f"loss_id={loss_id} with num_losses={len(scalers)}; pass a larger num_losses to initialize")
     scaler = scalers[loss_id]
     if not scaler.dynamic and scaler.loss_scale() == 1.0:
         with _dtype_errors_explained():
@@ -317,9 +328,14 @@ def scale_loss(
         _warn_of_unused_forwards()
         return
     block = _begin(optimizer_list, scaler)
+    passes: list[str] = []
     try:
+        scaled_loss = loss.float() * block.scale
+        if scaled_loss.requires_grad:
+            loss.register_hook(lambda _: passes.append("loss"))  # type: ignore[no-untyped-call]
+            scaled_loss.register_hook(lambda _: passes.append("scaled loss"))  # type: ignore[no-untyped-call]
         with _dtype_errors_explained():
-            yield loss.float() * block.scale
+            yield scaled_loss
     except BaseException:
         for param in block.params:
             param.grad = None
@@ -328,6 +344,8 @@ def scale_loss(
     block.is_open = False
     if not delay_unscale:
         _end(block)
+    if passes and "scaled loss" not in passes:
+        warnings.warn("backward() of the unscaled loss; call it on what scale_loss yields", stacklevel=3)
     _warn_of_unused_forwards()
 
 
@@ -528,6 +546,9 @@ def state_dict() -> dict[str, dict[str, float]]:
 def load_state_dict(state: dict[str, dict[str, Any]]) -> None:
     """Go on with saved loss scales, of apex or of this module."""
     _check_initialized("load_state_dict")
+    for key in state:
+        if not key.startswith("loss_scaler"):
+            raise RuntimeError(f"{key!r} is not a loss scale; of a whole checkpoint, pass checkpoint['amp']")
     scalers = _amp_state.loss_scalers
     if scalers and len(state) != len(scalers):
         warnings.warn(f"the state has {len(state)} loss scales, initialize made {len(scalers)}", stacklevel=2)
