@@ -2,13 +2,13 @@
 
 ``ampcompat migrate --to native`` put this file here. It needs torch 2.4 or later and nothing else, and it is yours.
 
-One step of training, with a loss scale of 1024 and a gradient of 2 that an earlier block has left::
+One step of training, with a loss scale of 1024, that gives a weight a gradient of 3::
 
     model, optimizer = amp.initialize(model, optimizer)    # wraps model.forward and optimizer.step
     loss = criterion(model(x), y)                          # the model runs under autocast and returns float32
-    with amp.scale_loss(loss, optimizer) as scaled_loss:   # scaled_loss is loss * 1024; the gradient becomes 2048
-        scaled_loss.backward()                             # adds 3 * 1024: the gradient is 5120
-                                                           # at the end: divided by 1024, it is 5; an overflow
+    with amp.scale_loss(loss, optimizer) as scaled_loss:   # scaled_loss is loss * 1024
+        scaled_loss.backward()                             # the gradient is 3 * 1024 = 3072
+                                                           # at the end: divided by 1024, it is 3; an overflow
                                                            # halves the scale, 2000 blocks without one double it
     optimizer.step()                                       # left out after an overflow
 
@@ -69,7 +69,7 @@ _amp_state = types.SimpleNamespace(
     verbosity=1,
     device_type="cpu",
     optimizers=weakref.WeakSet(),
-    models_to_watch=weakref.WeakSet(),
+    models_to_watch=weakref.WeakSet(),  # models whose forward has not run yet
 )
 
 
@@ -164,7 +164,7 @@ class _Forward:
     """Stands in the place of ``model.forward``, and runs it under autocast."""
 
     def __init__(self, plain: Callable[..., Any]) -> None:
-        self.plain = plain
+        self.__wrapped__ = plain  # where ``inspect.signature`` looks
         self.device_type = "cpu"
         self.dtype: torch.dtype | None = None
         self.output_dtype = torch.float32
@@ -173,26 +173,21 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.has_run = True
         if self.dtype is None:
-            return self.plain(*args, **kwargs)
+            return self.__wrapped__(*args, **kwargs)
         try:
             with torch.autocast(self.device_type, self.dtype, cache_enabled=CACHE_ENABLED):
-                outputs = self.plain(*args, **kwargs)
+                outputs = self.__wrapped__(*args, **kwargs)
         except RuntimeError as error:
             if "primitive descriptor for the LSTM" not in str(error):
                 raise
             raise RuntimeError("this CPU has no LSTM in half precision; pass opt_level='O0' on a CPU") from error
         return _map(outputs, lambda tensor: _as_output(tensor, self.output_dtype))
 
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """Where ``inspect.signature`` looks."""
-        return self.plain
-
     def __getattr__(self, name: str) -> Any:
         """Answer for the model's own forward, whose ``__code__`` and ``__name__`` some callers read."""
-        if name == "plain":  # asked for while this is being copied
+        if name == "__wrapped__":  # asked for while this is being copied
             raise AttributeError(name)
-        return getattr(self.plain, name)
+        return getattr(self.__wrapped__, name)
 
 
 def _wrap_forward(model: Any, dtype: torch.dtype | None, output_dtype: torch.dtype) -> None:
@@ -224,7 +219,7 @@ def _replicate_for_data_parallel(model: Any) -> Any:
     model.forward.has_run = True
     replica = type(model)._replicate_for_data_parallel(model)
     replica.forward = copy.copy(model.forward)
-    replica.forward.plain = types.MethodType(model.forward.plain.__func__, replica)
+    replica.forward.__wrapped__ = types.MethodType(model.forward.__wrapped__.__func__, replica)
     return replica
 
 
@@ -244,10 +239,10 @@ def _warn_of_unused_forwards() -> None:
 
 
 def _as_output(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor that a model returns in ``dtype``.
+    """Return a copy in ``dtype`` of a tensor that a model returns.
 
-    Other outputs may have been computed from ``tensor``, not from the copy: after ``output.retain_grad()`` the copy is
-    given the gradient of the whole.
+    Another output may depend on ``tensor`` without passing through its copy. After ``output.retain_grad()``, give the
+    copy the gradient of ``tensor``.
     """
     output = _cast(tensor, dtype)
     if output is tensor or not output.requires_grad or torch.compiler.is_compiling():
@@ -288,9 +283,10 @@ def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 # -- losses ------------------------------------------------------------------------------------------------------------
 @dataclasses.dataclass(eq=False)
 class _Block:
-    """A ``scale_loss`` block whose gradients are multiplied by its scale: it is open, or has ``delay_unscale=True``.
+    """A ``scale_loss`` block whose gradients are still multiplied by its scale.
 
-    Each of its parameters has it as ``param._amp_block`` until its gradients are unscaled.
+    It is open, or it ended with ``delay_unscale=True``. Until its gradients are unscaled, it is ``param._amp_block`` of
+    each of its parameters.
     """
 
     params: dict[Any, None]
@@ -308,11 +304,12 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[torch.Tensor]:
-    """Yield the scaled loss; at the end, divide the gradients by the scale. After an exception they are None.
+    """Yield the scaled loss. At the end, divide the gradients by the scale.
 
-    ``delay_unscale=True`` leaves them scaled for the next block: for all but the last of several backward passes before
-    a step. Under ``DistributedDataParallel.no_sync()`` it is needed, elsewhere it saves time. ``loss_id`` says which of
-    the ``num_losses`` scales is used; ``model`` and ``delay_overflow_check`` are not.
+    If the block raises, set them to None (accumulated ones too). With ``delay_unscale=True``, leave them scaled for the
+    next block: for all but the last of several backward passes before a step. Under
+    ``DistributedDataParallel.no_sync()`` it is needed, elsewhere it saves time. ``loss_id`` says which of the
+    ``num_losses`` scales is used; ``model`` and ``delay_overflow_check`` are not.
     """
     optimizer_list = _as_list(optimizers)
     scalers = _loss_scalers_of(optimizer_list)
@@ -328,7 +325,7 @@ def scale_loss(
         _warn_of_unused_forwards()
         return
     block = _begin(optimizer_list, scaler)
-    passes: list[str] = []
+    passes: list[str] = []  # the losses that a backward pass went through
     try:
         scaled_loss = loss.float() * block.scale
         if scaled_loss.requires_grad:
@@ -385,13 +382,14 @@ def _check_initialized(name: str) -> None:
 def _begin(optimizers: list[Any], scaler: LossScaler) -> _Block:
     """Open a block, and multiply the gradients that are there by its scale.
 
-    Delayed blocks whose parameters are all in it go on in this one; others end before it.
+    Ended ``delay_unscale`` blocks whose parameters all belong to this one are merged into it; others are unscaled
+    first.
     """
     block = _Block(_params_of(optimizers), scaler.loss_scale(), [scaler])
     unscaled = dict(block.params)
     for earlier in _blocks_of(block.params):
-        goes_on = earlier.params.keys() <= block.params.keys() and not earlier.is_open
-        if not goes_on:
+        is_merged = earlier.params.keys() <= block.params.keys() and not earlier.is_open
+        if not is_merged:
             _end(earlier)  # an open one raises
             continue
         _divide_gradients(earlier.params, earlier.scale / block.scale)
@@ -399,7 +397,7 @@ def _begin(optimizers: list[Any], scaler: LossScaler) -> _Block:
         for param in earlier.params:
             del unscaled[param]
     for optimizer in optimizers:
-        if _has_overflow(optimizer):  # its next step is skipped, whatever comes
+        if _update_overflow(optimizer):  # its next step is skipped, whatever comes
             _zero_gradients(optimizer)
     _divide_gradients(unscaled, 1 / block.scale)
     for param in block.params:
@@ -434,7 +432,7 @@ def _params_of(optimizers: Iterable[Any]) -> dict[Any, None]:
 
 
 class _Gradients:
-    """The gradients of parameters, in the place of an optimizer: GradScaler calls ``step`` if they are all finite."""
+    """Stands in for an optimizer: ``GradScaler.step`` calls ``step`` here only if all gradients are finite."""
 
     def __init__(self, params: Iterable[Any]) -> None:
         self.params = [param for param in params if param.grad is not None]
@@ -490,7 +488,7 @@ def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -
     """Unscale what delayed blocks have left, and step unless gradients overflowed."""
     for block in _blocks_of(_params_of([optimizer])):
         _end(block)
-    if _has_overflow(optimizer):
+    if _update_overflow(optimizer):
         return _skip(optimizer)
     closure = args[0] if args else kwargs.pop("closure", None)
     if not callable(closure):
@@ -498,15 +496,15 @@ def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -
 
     def checked() -> Any:
         loss = closure()
-        if _has_overflow(optimizer):
+        if _update_overflow(optimizer):
             raise RuntimeError("gradients overflowed in the closure of a step; pass a static loss_scale to initialize")
         return loss
 
     return step(checked, *args[1:], **kwargs)
 
 
-def _has_overflow(optimizer: Any) -> bool:
-    """Return whether gradients overflowed; an overflow is over when its gradients are cleared."""
+def _update_overflow(optimizer: Any) -> bool:
+    """Return whether gradients overflowed. An overflow is forgotten once all gradients are None."""
     if all(param.grad is None for param in _params_of([optimizer])):
         optimizer._amp_stash.overflowed = None
     return optimizer._amp_stash.overflowed is not None
