@@ -50,7 +50,8 @@ def fault_message(
     if event.spread is not None and event.spread != event.place:
         place = event.spread
         spot = " outside of any module" if place.module is None else f" of {place.module or place.kind}"
-        lines.append(("then", f"became NaN in {place.function or 'an op'}{spot}"))
+        op = f"{place.function}()" if place.function else "an op"
+        lines.append(("then", f"became NaN in {op}{spot}"))
     if growth is not None:
         lines.append(("growth", growth.text))
     lines += hint_lines(advice)

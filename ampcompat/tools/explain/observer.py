@@ -22,6 +22,7 @@ from ampcompat.tools.core import (
 from ampcompat.tools.explain.fault import fault_message, outside_message, place_of
 from ampcompat.tools.explain.forwards import BufferCopies, Forward
 from ampcompat.tools.explain.growth import Grown
+from ampcompat.tools.explain.hints import has_stable_form
 from ampcompat.tools.explain.loss_watch import LossWatch
 from ampcompat.tools.explain.messages import Message
 from ampcompat.tools.explain.numbers import optimizer_name
@@ -268,7 +269,8 @@ class OverflowExplainer:
             return
         was_given = event.op in (*GIVEN, ARGUMENT)
         growth = None if was_given else self._growth()
-        cause = place_of(finding, event) if growth is None else growth.cause
+        blamed = None if has_stable_form(event) else growth
+        cause = place_of(finding, event) if blamed is None else blamed.cause
         self.last_cause = cause
         self.tally.lose(cause)
         if event.key in self.explained or cause in self.tally.explained:
