@@ -343,6 +343,20 @@ FAULTS = {
         batch=lambda step: WIDE,
         optimizer=sgd(500.0),
     ),
+    "weights that a loss made grow that was explained": Fault(
+        {"what": "a gradient is too large for float16", "hint": "a smaller loss (a mean in place of a sum"},
+        r"the cause of \d+ of these is .*a gradient\)\.$",
+        loss=lambda y: (y.float() * 1e7).sum(),
+        optimizer=sgd(1e-2),
+        steps=30,
+    ),
+    "half weights that a loss made grow that was explained": Fault(
+        {"what": "a gradient is too large for float16", "hint": "a smaller loss (a mean in place of a sum"},
+        r"the cause of \d+ of these is .*a gradient\)\.$",
+        level="O2",
+        loss=lambda y: (y.float() * 1e7).sum(),
+        optimizer=sgd(1.0),
+    ),
     # -- steps ---------------------------------------------------------------------------------------------------------
     "a learning rate that is too high": Fault(
         {"head": "Step", "hint": "a lower learning rate than 500", "growth": "at lr=500"},
