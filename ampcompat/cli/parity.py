@@ -225,18 +225,23 @@ def _next_lines(results: Sequence[Result], args: argparse.Namespace) -> list[str
     """What to run next: explain where a loss is not finite, check where it is finite and too far from O0's."""
     reference, *others = results
     if reference.run.first_not_finite:
-        return []
-    lines = []
-    for result in others:
-        level = result.run.level
-        if result.run.first_not_finite or result.is_without_update:
-            words = ["ampcompat", "run", "--explain", "--opt-level", level.opt_level]
-            words += ["--dtype", "bf16"] if level.dtype == "bfloat16" else []
-            lines.append(f"next: {shlex.join([*words, *args.target])}")
+        return [_explain_line(reference.run.level, args.target)]  # the levels only add to what is wrong in float32
+    lines = [
+        _explain_line(result.run.level, args.target)
+        for result in others
+        if result.run.first_not_finite or result.is_without_update
+    ]
     is_off = any(result.judged and result.is_off for result in others)
     if is_off and not lines and args.target[0] not in script.WORDS:
         lines = _of_check(args.target[0])
     return lines
+
+
+def _explain_line(level: Level, target: Sequence[str]) -> str:
+    """The command that explains what ``level`` loses."""
+    words = ["ampcompat", "run", "--explain", "--opt-level", level.opt_level]
+    words += ["--dtype", "bf16"] if level.dtype == "bfloat16" else []
+    return f"next: {shlex.join([*words, *target])}"
 
 
 def _of_check(path: str) -> list[str]:

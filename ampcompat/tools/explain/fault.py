@@ -50,7 +50,8 @@ def fault_message(
     if event.spread is not None and event.spread != event.place:
         place = event.spread
         spot = " outside of any module" if place.module is None else f" of {place.module or place.kind}"
-        lines.append(("then", f"became NaN in {place.function or 'an op'}{spot}"))
+        op = f"{place.function}()" if place.function else "an op"
+        lines.append(("then", f"became NaN in {op}{spot}"))
     if growth is not None:
         lines.append(("growth", growth.text))
     lines += hint_lines(advice)
@@ -89,6 +90,13 @@ def place_of(finding: Finding, event: Event) -> str:
         what = f"{_name(event)}{inside}"
     line = _line(event, finding)
     return what if line is None else f"{line.file}:{line.number} ({what})"
+
+
+def is_too_large_unscaled(event: Event, scaler: LossScaler) -> bool:
+    """Whether ``event`` is a gradient that float16 does not hold at any loss scale of 1 or more."""
+    if not event.backward or not event.out_of_range or event.value is None:
+        return False
+    return event.value / _scale_of_backward(scaler) > LARGEST
 
 
 def _name(event: Event) -> str:
@@ -137,16 +145,21 @@ def _setting(scaler: LossScaler, made: bool, growth: Grown | None) -> Setting:
     latest = latest_call()
     half_dtype = None if latest is None else latest.half_dtype
     level = None if latest is None or half_dtype is None else LEVELS.get(latest.opt_level)
-    scale = float(scaler.loss_scale())
     return Setting(
         half="" if half_dtype is None else dtype_name(half_dtype),
         casts_functions=level is not None and level.patch_torch_functions,
         casts_weights=level is not None and not level.patch_torch_functions,
-        scale=2 * scale if scaler.dynamic else scale,
+        scale=_scale_of_backward(scaler),
         dynamic=scaler.dynamic,
         made=made,
         growth=growth,
     )
+
+
+def _scale_of_backward(scaler: LossScaler) -> float:
+    """The loss scale before the overflow, which has halved a dynamic one."""
+    scale = float(scaler.loss_scale())
+    return 2 * scale if scaler.dynamic else scale
 
 
 def _what(event: Event) -> str:

@@ -14,6 +14,9 @@ from ampcompat.tools.core import Optimizer, ParamGroup, live_models, master_of
 
 #: Steps that are looked back on, and the growth in these that no healthy run has.
 STEPS, FAR = 10, 20.0
+#: Below it a weight has a usual size, however small it was before. Two layers multiply four numbers: their weights, and
+#: what goes into each. Where all are as large, a sum over 16 inputs leaves float16: 16 * 8 ** 4 is 65536.
+LARGE = 8.0
 
 
 @dataclass
@@ -88,7 +91,7 @@ class History:
         self.rates.append([_rate(group) for group in optimizer.param_groups])
 
     def growth(self, optimizer: Optimizer) -> Grown | None:
-        """The weight of ``optimizer`` that grew most in the last steps; None where none grew far.
+        """The weight of ``optimizer`` that grew most in the last steps; None where none grew far and is large.
 
         A weight that began at zero, or near it, is compared with the usual one. Reads the device.
         """
@@ -104,7 +107,7 @@ class History:
                 then = before.get(id(param), math.inf)
                 now = after.get(id(param), 0.0)
                 times = now / max(then, usual)
-                if times >= most:  # not so for a NaN
+                if times >= most and now >= LARGE:  # not so for a NaN
                     most = times
                     found = Grown(name_of(param), then, now, times, len(self.seen) - 1, self._highest_rate(index))
         return found

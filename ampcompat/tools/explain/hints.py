@@ -57,8 +57,15 @@ def hints(event: Event, setting: Setting) -> list[str]:
         return [_OF_GIVEN[event.op]]
     if event.op == "parameter":
         return [_of_parameter(setting)]
-    diverges = [] if setting.growth is None else [setting.growth.hint]
-    return [*diverges, *_cures(event, setting)]
+    cures = _cures(event, setting)
+    if setting.growth is None:
+        return cures
+    return [*cures, setting.growth.hint] if has_stable_form(event) else [setting.growth.hint, *cures]
+
+
+def has_stable_form(event: Event) -> bool:
+    """Whether another function computes the same without the loss of range, whatever the weights are."""
+    return event.is_undefined and _stable_form(event) is not None
 
 
 def _of_parameter(setting: Setting) -> str:
@@ -70,8 +77,7 @@ def _of_parameter(setting: Setting) -> str:
 def _cures(event: Event, setting: Setting) -> list[str]:
     mask = _mask(event)
     if mask is not None:
-        finite = f"{mask:g} is -inf in {setting.half or 'float16'}: write torch.finfo(scores.dtype).min in place of it"
-        return [finite, *_in_float32(event, setting)]
+        return _of_mask(mask, event, setting)
     eps = _eps_lost_in_half(event)
     if eps is not None and setting.half == "float16":
         larger = f"eps={eps:g} is 0 in float16, whose least number is {LEAST:.0e}: use an eps of 1e-6 or more"
@@ -84,6 +90,13 @@ def _cures(event: Event, setting: Setting) -> list[str]:
         return _too_large_backward(event, setting)
     bfloat16 = [BFLOAT16] if setting.half == "float16" else []
     return [*_smaller_inputs(event), *_smaller_constant(event), *_in_float32(event, setting), *bfloat16]
+
+
+def _of_mask(fill: float, event: Event, setting: Setting) -> list[str]:
+    if event.is_undefined:
+        return [f"write torch.finfo(scores.dtype).min in place of {fill:g}"]
+    finite = f"{fill:g} is -inf in {setting.half or 'float16'}: write torch.finfo(scores.dtype).min in place of it"
+    return [finite, *_in_float32(event, setting)]
 
 
 # -- constants ---------------------------------------------------------------------------------------------------------
@@ -133,20 +146,26 @@ def _chains(event: Event) -> list[Made]:
 # -- computing something in float32 ------------------------------------------------------------------------------------
 def _in_float32(event: Event, setting: Setting) -> list[str]:
     """Ways to compute the op, or the module around it, in float32."""
+    of_op = [] if event.is_undefined else _op_in_float32(event, setting)
+    return [*of_op, *_module_in_float32(event, setting)]
+
+
+def _op_in_float32(event: Event, setting: Setting) -> list[str]:
     function = event.place.function
     is_cast_function = setting.casts_functions and function in _FUNCTIONS
-    found = []
     if is_cast_function:
-        found.append(f"amp.register_float_function(torch, '{function}') before amp.initialize")
-    elif _is_of_script(event) and setting.half:
-        found.append(f"compute it in float32: .float() on what goes into {function or event.op}")
+        return [f"amp.register_float_function(torch, '{function}') before amp.initialize"]
+    if _is_of_script(event) and setting.half:
+        return [f"compute it in float32: .float() on what goes into {function or event.op}"]
+    return []
+
+
+def _module_in_float32(event: Event, setting: Setting) -> list[str]:
     module = event.place.module
     if module and setting.casts_weights and not event.backward:
         # At the boundary the result becomes half again: what consumes it must be inside.
         module = module.rpartition(".")[0]
-    if module:
-        found.append(f"amp.initialize(..., keep_fp32=['{module}'])   or   AMPCOMPAT_KEEP_FP32={module}")
-    return found
+    return [f"amp.initialize(..., keep_fp32=['{module}'])   or   AMPCOMPAT_KEEP_FP32={module}"] if module else []
 
 
 def _is_of_script(event: Event) -> bool:
@@ -203,8 +222,10 @@ def _undefined_cure(event: Event) -> str:
     node = event.node
     if event.backward and (node.startswith(("Sqrt", "LinalgVectorNorm", "Norm", "Pow")) or "norm" in function):
         return f"the gradient of {function or 'this'} at 0 is not finite: add an eps inside, as in (x + 1e-6).sqrt()"
-    if event.op.startswith("log") or function.startswith("log"):
-        return _logarithm(event)
+    if _is_logarithm(event):
+        wide = ".float()" if event.dtype in HALF_DTYPES else ""
+        of_zero = f"F.log_softmax(x) if it is of a softmax, or log(x{wide}.clamp_min(1e-6))"
+        return _stable_form(event) or f"the logarithm of 0 (or of less): {of_zero}"
     if event.op in _DIVISIONS:
         count = f" ({event.denominators} zeros)" if event.denominators else ""
         return f"a division by zero{count}: add an eps to the denominator, or F.normalize(x, eps=1e-6)"
@@ -217,11 +238,17 @@ def _undefined_cure(event: Event) -> str:
     return "float32 gives no finite result with these inputs either: look at the values that go in"
 
 
-def _logarithm(event: Event) -> str:
+def _is_logarithm(event: Event) -> bool:
+    return event.op.startswith("log") or event.place.function.startswith("log")
+
+
+def _stable_form(event: Event) -> str | None:
+    """The function that takes the logarithm of a softmax or sigmoid without computing that first."""
+    if not _is_logarithm(event):
+        return None
     before = [made.op for made in _chains(event)]
     if any("softmax" in op for op in before):
         return "F.log_softmax(x, dim) in place of log(softmax(x)), or F.cross_entropy, which takes logits"
     if any(op.startswith("sigmoid") for op in before):
         return "F.logsigmoid(x) in place of log(sigmoid(x)), or F.binary_cross_entropy_with_logits, which takes logits"
-    wide = ".float()" if event.dtype in HALF_DTYPES else ""
-    return f"the logarithm of 0 (or of less): F.log_softmax(x) if it is of a softmax, or log(x{wide}.clamp_min(1e-6))"
+    return None

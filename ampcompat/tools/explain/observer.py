@@ -19,9 +19,10 @@ from ampcompat.tools.core import (
     tensors_in,
     was_skipped,
 )
-from ampcompat.tools.explain.fault import fault_message, outside_message, place_of
+from ampcompat.tools.explain.fault import fault_message, is_too_large_unscaled, outside_message, place_of
 from ampcompat.tools.explain.forwards import BufferCopies, Forward
 from ampcompat.tools.explain.growth import Grown
+from ampcompat.tools.explain.hints import has_stable_form
 from ampcompat.tools.explain.loss_watch import LossWatch
 from ampcompat.tools.explain.messages import Message
 from ampcompat.tools.explain.numbers import optimizer_name
@@ -64,6 +65,7 @@ class OverflowExplainer:
         self.explained: set[tuple[object, ...]] = set()
         self.lost_by = ""  # the step that has written weights that are not finite
         self.last_cause = ""
+        self.too_large = ""  # the cause that was told of gradients too large at any loss scale: weights then grow too
         self.loss_watch = LossWatch()
 
     # -- events ------------------------------------------------------------------------------------------------------
@@ -169,11 +171,13 @@ class OverflowExplainer:
             if message.kind != "weights":
                 self._emit(message)
                 continue
-            self.lost_by = message.cause
+            is_of_growth = message.content["growth"] is not None
+            cause = self.too_large if self.too_large and is_of_growth else message.cause
+            self.lost_by = cause
             self.tally.not_finite += not watch.is_lost
-            self.tally.lose(message.cause)
-            if message.cause not in self.tally.explained:  # the growth of a weight may have been told
-                self.tally.explain(message.cause)
+            self.tally.lose(cause)
+            if cause not in self.tally.explained:  # the growth of a weight, or what it follows, may have been told
+                self.tally.explain(cause)
                 self._emit(message)
                 self._count()
         if watch.is_lost and not watch.watched and not self.lost_by:
@@ -268,7 +272,11 @@ class OverflowExplainer:
             return
         was_given = event.op in (*GIVEN, ARGUMENT)
         growth = None if was_given else self._growth()
-        cause = place_of(finding, event) if growth is None else growth.cause
+        blamed = None if has_stable_form(event) else growth
+        if blamed is None:
+            cause = place_of(finding, event)
+        else:
+            cause = self.too_large or blamed.cause
         self.last_cause = cause
         self.tally.lose(cause)
         if event.key in self.explained or cause in self.tally.explained:
@@ -284,6 +292,8 @@ class OverflowExplainer:
         self.explained.add(event.key)
         if event.op == "parameter":
             self.lost_by = cause
+        if blamed is None and is_too_large_unscaled(event, scaler):
+            self.too_large = cause
         self.tally.explain(cause)
         self._emit(message)
         self._count()

@@ -239,7 +239,7 @@ CULPRITS = {
     "-1e9 in a mask": (
         lambda: Attention(fill=-1e9),
         {"x": WORDS},
-        {"what": "aten::mul", "line": "(1 - keep) * self.fill", "then": "became NaN in softmax"},
+        {"what": "aten::mul", "line": "(1 - keep) * self.fill", "then": "became NaN in softmax() of Attention"},
         {"-1e+09 is -inf in float16: write torch.finfo(scores.dtype).min"},
     ),
     "exploding logits": (
@@ -534,6 +534,26 @@ def test_weights_that_stay_what_they_are_are_not_blamed(capsys):
     torch.manual_seed(0)
     lose_a_step(T5Like(), torch.ones(4, 16), "O1", steps=3)
     assert not any("growth" in entry or "learning rate" in entry["hint"] for entry in fields(capsys.readouterr().err))
+
+
+@pytest.mark.parametrize(
+    ("then", "hint"),
+    [
+        (
+            lambda y: y.masked_fill(y < 1e3, float("-inf")).softmax(-1),
+            "write torch.finfo(scores.dtype).min in place of -inf",
+        ),
+        (lambda y: y / (y.abs().amax(-1, keepdim=True) + 1e-8), "eps=1e-08 is 0 in float16"),
+    ],
+    ids=["-inf in a mask", "an eps"],
+)
+def test_float32_is_no_cure_for_inputs_that_it_does_not_hold_either(capsys, then, hint):
+    """Cast to float32, the op gets the same numbers."""
+    lose_a_step(zeroed(then), BATCH, "O2")
+    entry = fields(capsys.readouterr().err)[0]
+    assert entry["largest"].endswith("in float32 too with these inputs")
+    assert hint in entry["hint"]
+    assert not any(".float()" in told for told in entry["all"])
 
 
 def test_weights_that_were_loaded_did_not_grow(capsys):

@@ -325,6 +325,38 @@ FAULTS = {
         level="O2",
         options={"loss_scale": 2.0**24},
     ),
+    # -- weights that grow ---------------------------------------------------------------------------------------------
+    "weights that grow from next to nothing to a usual size": Fault(
+        {"what": "aten::log gave a result that is not finite", "hint": "F.logsigmoid(x) in place of log(sigmoid(x))"},
+        r"the cause is .*\(log\)\.$",
+        model=lambda: Layer(lambda y: torch.log(torch.sigmoid(y * 60)), weight=1e-3),
+        level="O0",
+        loss=lambda y: -y.mean(),
+        batch=once(1e4, at=3),
+        optimizer=sgd(1.0),
+    ),
+    "weights that grow far, under the log of a softmax": Fault(
+        {"growth": "fc.", "hint": "F.log_softmax(x, dim) in place of log(softmax(x))"},
+        r"the cause of \d+ of these is .*\(log\)",
+        model=lambda: Layer(lambda y: torch.log(torch.softmax(y.float(), -1))),
+        loss=lambda y: -y[:, 0].mean(),
+        batch=lambda step: WIDE,
+        optimizer=sgd(500.0),
+    ),
+    "weights that a loss made grow that was explained": Fault(
+        {"what": "a gradient is too large for float16", "hint": "a smaller loss (a mean in place of a sum"},
+        r"the cause of \d+ of these is .*a gradient\)\.$",
+        loss=lambda y: (y.float() * 1e7).sum(),
+        optimizer=sgd(1e-2),
+        steps=30,
+    ),
+    "half weights that a loss made grow that was explained": Fault(
+        {"what": "a gradient is too large for float16", "hint": "a smaller loss (a mean in place of a sum"},
+        r"the cause of \d+ of these is .*a gradient\)\.$",
+        level="O2",
+        loss=lambda y: (y.float() * 1e7).sum(),
+        optimizer=sgd(1.0),
+    ),
     # -- steps ---------------------------------------------------------------------------------------------------------
     "a learning rate that is too high": Fault(
         {"head": "Step", "hint": "a lower learning rate than 500", "growth": "at lr=500"},
