@@ -96,7 +96,7 @@ def skips_one_step(kind, name, opt_level, value, capsys):
 
 @pytest.mark.parametrize(("accumulated", "at"), [(False, 1), (True, 1), (True, 3)])  # a first pass makes all at once
 def test_out_of_memory_at_the_exit_of_a_block(accumulated, at, monkeypatch, capsys):
-    """Where float32 gradients are made: all of them are cleared, the next step is skipped, and training goes on."""
+    """Where float32 gradients are made: all of them are cleared, the next step has none to use, and training goes on."""
 
     def started():
         torch.manual_seed(0)
@@ -127,12 +127,9 @@ def test_out_of_memory_at_the_exit_of_a_block(accumulated, at, monkeypatch, caps
         patch.setattr(_torch, "float32_copies", copies)
         with pytest.raises(MemoryError):
             backward(model, optimizer)
-    assert "its gradients are cleared, and the next step is skipped" in capsys.readouterr().out
+    assert "its gradients are cleared" in capsys.readouterr().out
     assert all(p.grad is None for p in (*model.parameters(), *amp.master_params(optimizer)))
-    backward(model, optimizer)  # the rest of an accumulation
     optimizer.step()
-    assert amp.step_was_skipped(optimizer)
-    assert "Skipping step" in capsys.readouterr().out
     assert all(torch.equal(a, b) for a, b in zip(before, amp.master_params(optimizer), strict=True))
     optimizer.zero_grad()
     twin, twin_optimizer = started()
