@@ -96,7 +96,7 @@ def skips_one_step(kind, name, opt_level, value, capsys):
 
 @pytest.mark.parametrize(("accumulated", "at"), [(False, 1), (True, 1), (True, 3)])  # a first pass makes all at once
 def test_out_of_memory_at_the_exit_of_a_block(accumulated, at, monkeypatch, capsys):
-    """Where float32 gradients are made: all of them are cleared, the next step has none to use, and training goes on."""
+    """Where float32 gradients are made: all are cleared, the next step has none to use, and training goes on."""
 
     def started():
         torch.manual_seed(0)
