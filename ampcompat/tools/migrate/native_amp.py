@@ -432,7 +432,7 @@ def _params_of(optimizers: Iterable[Any]) -> dict[Any, None]:
 
 
 class _Gradients:
-    """Stands in for an optimizer: ``GradScaler.step`` calls ``step`` here only if all gradients are finite."""
+    """Acts as an optimizer: ``GradScaler.step`` calls ``step`` here only if all gradients are finite."""
 
     def __init__(self, params: Iterable[Any]) -> None:
         self.params = [param for param in params if param.grad is not None]
