@@ -84,15 +84,3 @@ def test_another_default_device(level):
     with torch.device("meta"):
         got = trained(level)
     same(got, want)
-
-
-@pytest.mark.on_cpu
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_another_default_device_set_for_good(level):
-    want = trained(level)
-    torch.set_default_device("meta")
-    try:
-        got = trained(level)
-    finally:
-        torch.set_default_device(None)
-    same(got, want)
