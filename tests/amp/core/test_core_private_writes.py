@@ -252,7 +252,7 @@ def test_dynamic_written(false):
     train(model, optimizer, 1, times=float("inf"))
     assert not amp.step_was_skipped(optimizer)
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 2}}
-    scaler.dynamic = true = torch.logical_not(torch.as_tensor(false))
+    scaler.dynamic = true = torch.tensor(not false)
     assert scaler.dynamic is bool(true)
     backward(model, optimizer, times=float("inf"))
     assert scaler.loss_scale() == 2.0**15
