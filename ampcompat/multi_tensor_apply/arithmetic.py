@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ampcompat import _torch
-from ampcompat.optimizers import _layerwise
-from ampcompat.optimizers._working import WorkingCopies
+from ampcompat.multi_tensor_apply import _layerwise
+from ampcompat.multi_tensor_apply._working import WorkingCopies
 
 Lists = Sequence[Sequence[Tensor]]
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ampcompat import _torch
+from ampcompat.multi_tensor_apply import _layerwise, _rules
+from ampcompat.multi_tensor_apply._rules import Hyper
+from ampcompat.multi_tensor_apply._working import WorkingCopies
 from ampcompat.multi_tensor_apply.arithmetic import Lists, check
-from ampcompat.optimizers import _layerwise, _rules
-from ampcompat.optimizers._rules import Hyper
-from ampcompat.optimizers._working import WorkingCopies
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from torch.optim.optimizer import StateDict
 from ampcompat import _torch
 from ampcompat._torch import Tensors
 from ampcompat._types import ParamGroup
-from ampcompat.optimizers._rules import Hyper, usable
+from ampcompat.multi_tensor_apply._rules import Hyper, usable
+from ampcompat.multi_tensor_apply._working import WorkingCopies, by_math_kind, math_dtype
 from ampcompat.optimizers._steps import StepCounts
-from ampcompat.optimizers._working import WorkingCopies, by_math_kind, math_dtype
 
 R = TypeVar("R")
 

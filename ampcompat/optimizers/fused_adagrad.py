@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ampcompat._types import ParamGroup, Params
+from ampcompat.multi_tensor_apply._rules import adagrad_
 from ampcompat.optimizers._base import Bucket, FusedOptimizer
-from ampcompat.optimizers._rules import adagrad_
 
 
 class FusedAdagrad(FusedOptimizer):

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ampcompat._types import ParamGroup, Params
+from ampcompat.multi_tensor_apply._layerwise import clipped, grad_norm
+from ampcompat.multi_tensor_apply._rules import adam_, of_moments
+from ampcompat.multi_tensor_apply._working import math_dtype
 from ampcompat.optimizers._base import Bucket, FusedOptimizer
-from ampcompat.optimizers._layerwise import clipped, grad_norm
-from ampcompat.optimizers._rules import adam_, of_moments
-from ampcompat.optimizers._working import math_dtype
 
 
 class FusedAdam(FusedOptimizer):

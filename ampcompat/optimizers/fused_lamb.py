@@ -7,9 +7,9 @@ from itertools import chain
 from torch import Tensor
 
 from ampcompat._types import ParamGroup, Params
+from ampcompat.multi_tensor_apply._layerwise import grad_norm, lamb_
+from ampcompat.multi_tensor_apply._rules import of_moments
 from ampcompat.optimizers._base import Bucket, FusedOptimizer, Scaling
-from ampcompat.optimizers._layerwise import grad_norm, lamb_
-from ampcompat.optimizers._rules import of_moments
 
 
 class FusedLAMB(FusedOptimizer):

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.optim.optimizer import StateDict
 
 from ampcompat._types import ParamGroup, Params
+from ampcompat.multi_tensor_apply._layerwise import NOT_YET, novograd_
+from ampcompat.multi_tensor_apply._rules import of_moments
 from ampcompat.optimizers._base import Bucket, FusedOptimizer
-from ampcompat.optimizers._layerwise import NOT_YET, novograd_
-from ampcompat.optimizers._rules import of_moments
 
 
 class FusedNovoGrad(FusedOptimizer):

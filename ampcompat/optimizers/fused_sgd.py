@@ -9,8 +9,8 @@ from typing import Any
 from torch.optim.optimizer import required
 
 from ampcompat._types import ParamGroup, Params
+from ampcompat.multi_tensor_apply._rules import Hyper, sgd_
 from ampcompat.optimizers._base import Bucket, FusedOptimizer
-from ampcompat.optimizers._rules import Hyper, sgd_
 
 
 class FusedSGD(FusedOptimizer):

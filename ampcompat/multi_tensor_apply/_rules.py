@@ -1,6 +1,6 @@
 """The element-wise update rules: Adam, SGD, Adagrad.
 
-Every rule takes lists of one dtype, device and layout (see :mod:`ampcompat.optimizers._working`), changes params and
+Every rule takes lists of one dtype, device and layout (see :mod:`._working`), changes params and
 state in place and never the gradients. ``found_inf`` (0-dim, 1.0 after an overflow) makes it a no-op without asking the
 host: each coefficient is replaced by the one that changes nothing, and the gradients by zeros (:func:`zeroed`). How
 many kernels are launched does not depend on the number of params, but for torch's limit of some dozens a launch.

@@ -1,6 +1,6 @@
 """The update rules that look at each layer's norms: LAMB and NovoGrad.
 
-As in :mod:`ampcompat.optimizers._rules`; gradients come from ``usable`` there.
+As in :mod:`ampcompat.multi_tensor_apply._rules`; gradients come from ``usable`` there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from ampcompat import _torch
 from ampcompat._torch import Tensors
 from ampcompat._types import HALF_DTYPES
-from ampcompat.optimizers._rules import Hyper, adam_update_, blend_, descend_, root
+from ampcompat.multi_tensor_apply._rules import Hyper, adam_update_, blend_, descend_, root
 
 
 def norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
