@@ -212,6 +212,36 @@ def adam_(
     descend_(params, update, hyper.lr, hyper.found_inf)
 
 
+def contributed_adam_(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    hyper: Hyper,
+    *,
+    eps_inside_sqrt: bool,
+    grad_scale: float | Tensor,
+) -> None:
+    """Apply the Adam of apex's contributed optimizer, whose bias corrections are part of the learning rate.
+
+    So ``eps`` is not corrected, and the weight decay, which is added to the update, is.
+    Reproduces ``apex/contrib/csrc/optimizers/fused_adam_cuda_kernel.cu``.
+    """
+    grads = _torch.foreach_div(grads, grad_scale)
+    beta1, beta2 = hyper.betas
+    blend_(exp_avgs, grads, beta1, 1.0 - beta1, None)
+    blend_(exp_avg_sqs, _torch.foreach_mul(grads, grads), beta2, 1.0 - beta2, None)
+    if eps_inside_sqrt:
+        denominator = _torch.foreach_add(exp_avg_sqs, hyper.eps)
+        _torch.foreach_sqrt_(denominator)
+    else:
+        denominator = _torch.foreach_sqrt(exp_avg_sqs)
+        _torch.foreach_add_(denominator, hyper.eps)
+    update = decayed(_torch.foreach_div(exp_avgs, denominator), params, hyper.weight_decay)
+    bias1, bias2 = hyper.biases()
+    descend_(params, update, hyper.lr * root(bias2) / bias1, None)
+
+
 def sgd_(
     params: Tensors, grads: Tensors, momentum_buffers: Tensors, hyper: Hyper, *, grad_scale: Tensor | None = None
 ) -> None:
