@@ -114,12 +114,18 @@ def _update(
     if not params:
         return
     hyper = Hyper(lr, decay, eps=eps, betas=(beta1, beta2), step=step, bias_correction=bool(bias_correction))
-    with lent([grads, params, exp_avgs, exp_avg_sqs], 4, op) as (working_grads, working, *moments):
+    with lent([grads, params, exp_avgs, exp_avg_sqs], 4, op) as (working_grads, new_params, first, second):
         contributed_adam_(
-            working, working_grads, *moments, hyper, eps_inside_sqrt=mode == EPS_INSIDE_SQRT, grad_scale=grad_scale
+            new_params,
+            working_grads,
+            first,
+            second,
+            hyper,
+            eps_inside_sqrt=mode == EPS_INSIDE_SQRT,
+            grad_scale=grad_scale,
         )
     if has_copies:
-        _torch.foreach_copy_(lists[4], working)
+        _torch.foreach_copy_(lists[4], new_params)
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -34,7 +34,7 @@ def parallel(tensor_lists: Lists, count: int, op: str) -> list[list[Tensor]]:
     devices = sorted({str(tensor.device) for tensors in lists for tensor in tensors})
     if len(devices) > 1:
         raise RuntimeError(
-            f"{op} got tensors on {' and '.join(devices)}: those of one call must be on one device - call it once"
+            f"{op} got tensors on {' and '.join(devices)} - those of one call are on one device - call it once"
             " for each device."
         )
     return lists

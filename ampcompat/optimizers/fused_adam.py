@@ -8,11 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampcompat import _torch
 from ampcompat._types import ParamGroup, Params
 from ampcompat.multi_tensor_apply._layerwise import clipped, grad_norm
 from ampcompat.multi_tensor_apply._rules import adam_, of_moments
 from ampcompat.multi_tensor_apply._working import math_dtype
-from ampcompat.optimizers._base import Bucket, FusedOptimizer
+from ampcompat.multi_tensor_apply.capturable import (
+    multi_tensor_adam_capturable,
+    multi_tensor_adam_capturable_master,
+)
+from ampcompat.multi_tensor_apply.updates import multi_tensor_adam
+from ampcompat.optimizers._base import Bucket, FusedOptimizer, Scaling, evaluated
 
 
 class FusedAdam(FusedOptimizer):
@@ -47,6 +53,9 @@ class FusedAdam(FusedOptimizer):
     _kept = (*FusedOptimizer._kept, "adam_w_mode", "master_weights", "max_grad_norm", "eps_inside_sqrt")
     _state_names = ("exp_avg", "exp_avg_sq")
     _rule_unscales = True
+    multi_tensor_adam = staticmethod(multi_tensor_adam)
+    multi_tensor_adam_capturable = staticmethod(multi_tensor_adam_capturable)
+    multi_tensor_adam_capturable_master = staticmethod(multi_tensor_adam_capturable_master)
 
     def __init__(
         self,
@@ -75,6 +84,7 @@ class FusedAdam(FusedOptimizer):
         shared = of_moments(lr, bias_correction, betas, eps, weight_decay)
         super().__init__(params, set_grad_none, amsgrad, **shared)
 
+    @torch.no_grad()
     def step(
         self,
         closure: Callable[[], object] | None = None,
@@ -82,20 +92,44 @@ class FusedAdam(FusedOptimizer):
         output_params: object = None,
         scale: object = None,
         grad_norms: object = None,
+        **scaler: torch.amp.GradScaler | None,
     ) -> Any:
         """Update the params; see :meth:`FusedOptimizer.step`.
 
+        Args:
+            closure: As there.
+            grads: Refused, as in apex, like the next three: ``contrib.optimizers.FusedAdam`` takes them.
+            output_params: Refused.
+            scale: Refused.
+            grad_norms: Refused.
+            scaler: ``grad_scaler=``, as in apex: divide by its scale, unless it has unscaled the gradients already, and
+                skip the step on the device if they overflowed. It is no named parameter: to a step that has one,
+                ``GradScaler.step`` passes itself, and warns.
+
+        Returns:
+            What the closure returned, else None.
+
         Raises:
-            RuntimeError: An argument of the old ``apex.contrib`` FusedAdam was passed, as in apex; or as there.
+            RuntimeError: An argument of the old ``apex.contrib`` FusedAdam was passed; or as there.
+            TypeError: An unknown keyword was passed.
         """
+        grad_scaler = scaler.pop("grad_scaler", None)
+        if scaler:
+            raise TypeError(f"FusedAdam.step() was called with {', '.join(scaler)}: it takes closure and grad_scaler.")
         old = {"grads": grads, "output_params": output_params, "scale": scale, "grad_norms": grad_norms}
         passed = [name for name, value in old.items() if value is not None]
         if passed:
             raise RuntimeError(
                 f"FusedAdam.step() was called with {', '.join(passed)}: FusedAdam has been updated. Simply initialize "
-                "it identically to torch.optim.Adam, and call step() with no arguments; amp keeps the half params."
+                "it identically to torch.optim.Adam, and call step() with no arguments; amp keeps the half params. "
+                "apex.contrib.optimizers.FusedAdam is the one that takes them."
             )
-        return super().step(closure)
+        if grad_scaler is None:
+            return super().step(closure)
+        loss = evaluated(closure)
+        found_inf, scale_of_grads = _torch.found_inf_and_scale(grad_scaler, self)
+        self._make_step(Scaling.of(found_inf, scale_of_grads))
+        return loss
 
     @property
     def _decoupled(self) -> bool:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
 from torch.optim.optimizer import required
 
 from ampcompat._types import ParamGroup, Params
 from ampcompat.multi_tensor_apply._rules import Hyper, sgd_
+from ampcompat.multi_tensor_apply.updates import multi_tensor_sgd
 from ampcompat.optimizers._base import Bucket, FusedOptimizer
 
 
@@ -40,6 +42,7 @@ class FusedSGD(FusedOptimizer):
     _state_names = ("momentum_buffer",)
     _counts_steps = False
     _rule_unscales = True
+    multi_tensor_sgd = staticmethod(multi_tensor_sgd)
 
     def __init__(
         self,
@@ -80,6 +83,18 @@ class FusedSGD(FusedOptimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Decline with dampening: which step is a param's first is then known to the host alone."""
         return not any(group["momentum"] and group["dampening"] for group in self.param_groups)
+
+    def get_momentums(self, params: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
+        """Return the momentum buffers of ``params``, zeros where there was none, and whether there was none at all.
+
+        Subclasses pass both to ``multi_tensor_sgd``. apex told of the last of ``params`` alone: where only that one was
+        new, a first run forgot the momentum of the others.
+        """
+        is_first_run = not any("momentum_buffer" in self.state[param] for param in params)
+        for param in params:
+            if "momentum_buffer" not in self.state[param]:
+                self.state[param]["momentum_buffer"] = self._new_state("momentum_buffer", param, {})
+        return [self.state[param]["momentum_buffer"] for param in params], is_first_run
 
     def _names(self, group: ParamGroup) -> tuple[str, ...]:
         return self._state_names if group["momentum"] else ()

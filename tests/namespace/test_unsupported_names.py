@@ -129,9 +129,9 @@ def test_mlp_takes_the_argument_of_before_activation(relu, activation):
 
 PATHS = [
     ("contrib.optimizers.fp16_optimizer", "FP16_Optimizer", "optimizers"),
-    ("contrib.optimizers.fused_adam", "FusedAdam", "optimizers"),
-    ("contrib.optimizers.fused_lamb", "FusedLAMB", "optimizers"),
-    ("contrib.optimizers.fused_sgd", "FusedSGD", "optimizers"),
+    ("contrib.optimizers.fused_adam", "FusedAdam", "contrib.optimizers"),
+    ("contrib.optimizers.fused_lamb", "FusedLAMB", "contrib.optimizers"),
+    ("contrib.optimizers.fused_sgd", "FusedSGD", "contrib.optimizers"),
     ("contrib.xentropy.softmax_xentropy", "SoftmaxCrossEntropyLoss", "contrib.xentropy"),
     ("contrib.clip_grad.clip_grad", "clip_grad_norm_", "contrib.clip_grad"),
     ("mlp.mlp", "MLP", "mlp"),
