@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampcompat import _torch
 from ampcompat._types import ParamGroup, Params
-from ampcompat.optimizers._base import Bucket, FusedOptimizer
+from ampcompat.optimizers._base import Bucket, FusedOptimizer, Scaling, evaluated
 from ampcompat.optimizers._layerwise import clipped, grad_norm
 from ampcompat.optimizers._rules import adam_, of_moments
 from ampcompat.optimizers._working import math_dtype
@@ -75,6 +76,7 @@ class FusedAdam(FusedOptimizer):
         shared = of_moments(lr, bias_correction, betas, eps, weight_decay)
         super().__init__(params, set_grad_none, amsgrad, **shared)
 
+    @torch.no_grad()
     def step(
         self,
         closure: Callable[[], object] | None = None,
@@ -82,12 +84,27 @@ class FusedAdam(FusedOptimizer):
         output_params: object = None,
         scale: object = None,
         grad_norms: object = None,
+        **by_name: Any,
     ) -> Any:
         """Update the params; see :meth:`FusedOptimizer.step`.
 
+        Args:
+            closure: As there.
+            grads: Refused, like the next three.
+            output_params: Of the old ``apex.contrib`` FusedAdam.
+            scale: The same.
+            grad_norms: The same.
+            **by_name: ``grad_scaler``, a ``torch.amp.GradScaler``: divide by its scale, unless it has unscaled the
+                gradients already, and skip the step on the device if they overflowed. It is not named in the signature:
+                a GradScaler that finds the name there warns that it will stop passing itself.
+
         Raises:
             RuntimeError: An argument of the old ``apex.contrib`` FusedAdam was passed, as in apex; or as there.
+            TypeError: Another keyword.
         """
+        grad_scaler = by_name.pop("grad_scaler", None)
+        if by_name:
+            raise TypeError(f"FusedAdam.step() got an unexpected keyword argument {next(iter(by_name))!r}")
         old = {"grads": grads, "output_params": output_params, "scale": scale, "grad_norms": grad_norms}
         passed = [name for name, value in old.items() if value is not None]
         if passed:
@@ -95,7 +112,12 @@ class FusedAdam(FusedOptimizer):
                 f"FusedAdam.step() was called with {', '.join(passed)}: FusedAdam has been updated. Simply initialize "
                 "it identically to torch.optim.Adam, and call step() with no arguments; amp keeps the half params."
             )
-        return super().step(closure)
+        loss = evaluated(closure)
+        if grad_scaler is None:
+            self._make_step(self._scaling())
+        else:
+            self._make_step(Scaling.of(*_torch.found_inf_and_scale(grad_scaler, self)))
+        return loss
 
     @property
     def _decoupled(self) -> bool:

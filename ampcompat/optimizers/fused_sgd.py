@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
 from torch.optim.optimizer import required
 
 from ampcompat._types import ParamGroup, Params
@@ -75,6 +76,25 @@ class FusedSGD(FusedOptimizer):
             weight_decay=weight_decay,
             nesterov=nesterov,
         )
+
+    def get_momentums(self, params: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
+        """Return the momentum buffers of ``params``, made where they are missing, for a ``step`` of a subclass's own.
+
+        Reproduces ``apex/optimizers/fused_sgd.py: FusedSGD.get_momentums``.
+
+        Returns:
+            The buffers, and whether the last one was made now: ``first_run`` of ``amp_C.multi_tensor_sgd``, which takes
+            it for the whole list.
+        """
+        momentums: list[Tensor] = []
+        first_run = True
+        for param in params:
+            state = self.state[param]
+            first_run = state.get("momentum_buffer") is None
+            if first_run:
+                state["momentum_buffer"] = self._new_state("momentum_buffer", param, {})
+            momentums.append(state["momentum_buffer"])
+        return momentums, first_run
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
