@@ -97,7 +97,7 @@ def scaler_of(optimizer):
 
 def float32_masters(optimizer):
     """The float32 masters that ``optimizer`` steps. Unlike ``amp.master_params``, this does not update them first."""
-    return optimizer._amp_stash.all_fp32_from_fp16_params
+    return [master.value for master in optimizer._amp_stash.leaves.masters]
 
 
 def has_scaled_gradients(optimizer):

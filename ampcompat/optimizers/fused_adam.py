@@ -92,30 +92,27 @@ class FusedAdam(FusedOptimizer):
         output_params: object = None,
         scale: object = None,
         grad_norms: object = None,
-        **scaler: torch.amp.GradScaler | None,
+        **by_name: Any,
     ) -> Any:
         """Update the params; see :meth:`FusedOptimizer.step`.
 
         Args:
             closure: As there.
-            grads: Refused, as in apex, like the next three: ``contrib.optimizers.FusedAdam`` takes them.
-            output_params: Refused.
-            scale: Refused.
-            grad_norms: Refused.
-            scaler: ``grad_scaler=``, as in apex: divide by its scale, unless it has unscaled the gradients already, and
-                skip the step on the device if they overflowed. It is no named parameter: to a step that has one,
-                ``GradScaler.step`` passes itself, and warns.
-
-        Returns:
-            What the closure returned, else None.
+            grads: Refused, like the next three.
+            output_params: Of the old ``apex.contrib`` FusedAdam.
+            scale: The same.
+            grad_norms: The same.
+            **by_name: ``grad_scaler``, a ``torch.amp.GradScaler``: divide by its scale, unless it has unscaled the
+                gradients already, and skip the step on the device if they overflowed. It is not named in the signature:
+                a GradScaler that finds the name there warns that it will stop passing itself.
 
         Raises:
-            RuntimeError: An argument of the old ``apex.contrib`` FusedAdam was passed; or as there.
-            TypeError: An unknown keyword was passed.
+            RuntimeError: An argument of the old ``apex.contrib`` FusedAdam was passed, as in apex; or as there.
+            TypeError: Another keyword.
         """
-        grad_scaler = scaler.pop("grad_scaler", None)
-        if scaler:
-            raise TypeError(f"FusedAdam.step() was called with {', '.join(scaler)}: it takes closure and grad_scaler.")
+        grad_scaler = by_name.pop("grad_scaler", None)
+        if by_name:
+            raise TypeError(f"FusedAdam.step() got an unexpected keyword argument {next(iter(by_name))!r}")
         old = {"grads": grads, "output_params": output_params, "scale": scale, "grad_norms": grad_norms}
         passed = [name for name, value in old.items() if value is not None]
         if passed:
@@ -124,11 +121,11 @@ class FusedAdam(FusedOptimizer):
                 "it identically to torch.optim.Adam, and call step() with no arguments; amp keeps the half params. "
                 "apex.contrib.optimizers.FusedAdam is the one that takes them."
             )
-        if grad_scaler is None:
-            return super().step(closure)
         loss = evaluated(closure)
-        found_inf, scale_of_grads = _torch.found_inf_and_scale(grad_scaler, self)
-        self._make_step(Scaling.of(found_inf, scale_of_grads))
+        if grad_scaler is None:
+            self._make_step(self._scaling())
+        else:
+            self._make_step(Scaling.of(*_torch.found_inf_and_scale(grad_scaler, self)))
         return loss
 
     @property

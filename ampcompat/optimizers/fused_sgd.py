@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -79,22 +79,29 @@ class FusedSGD(FusedOptimizer):
             nesterov=nesterov,
         )
 
+    def get_momentums(self, params: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
+        """Return the momentum buffers of ``params``, made where they are missing, for a ``step`` of a subclass's own.
+
+        Reproduces ``apex/optimizers/fused_sgd.py: FusedSGD.get_momentums``.
+
+        Returns:
+            The buffers, and whether the last one was made now: ``first_run`` of ``amp_C.multi_tensor_sgd``, which takes
+            it for the whole list.
+        """
+        momentums: list[Tensor] = []
+        first_run = True
+        for param in params:
+            state = self.state[param]
+            first_run = state.get("momentum_buffer") is None
+            if first_run:
+                state["momentum_buffer"] = self._new_state("momentum_buffer", param, {})
+            momentums.append(state["momentum_buffer"])
+        return momentums, first_run
+
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Decline with dampening: which step is a param's first is then known to the host alone."""
         return not any(group["momentum"] and group["dampening"] for group in self.param_groups)
-
-    def get_momentums(self, params: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
-        """Return the momentum buffers of ``params``, zeros where there was none, and whether there was none at all.
-
-        Subclasses pass both to ``multi_tensor_sgd``. apex told of the last of ``params`` alone: where only that one was
-        new, a first run forgot the momentum of the others.
-        """
-        is_first_run = not any("momentum_buffer" in self.state[param] for param in params)
-        for param in params:
-            if "momentum_buffer" not in self.state[param]:
-                self.state[param]["momentum_buffer"] = self._new_state("momentum_buffer", param, {})
-        return [self.state[param]["momentum_buffer"] for param in params], is_first_run
 
     def _names(self, group: ParamGroup) -> tuple[str, ...]:
         return self._state_names if group["momentum"] else ()

@@ -234,7 +234,7 @@ def test_the_adam_extension(alias, mode, corrected, copied):
 
 @pytest.mark.parametrize(
     ("extension", "name"),
-    [("fused_adam_cuda", "reversible_adam"), ("fused_adam_cuda", "maybe_adam_undo")],
+    [("fused_adam_cuda", "reversible_adam"), ("fused_layer_norm_cuda", "group_forward")],
 )
 def test_functions_that_an_extension_lacks(alias, extension, name):
     module = importlib.import_module(extension)

@@ -1,5 +1,7 @@
 """Two gloo processes run one function; each check compares with the whole batch in a single process."""
 
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -153,3 +155,13 @@ def test_multiproc_arguments():
     assert launch_arguments(["a.py", "-x"], 4) == ["--standalone", "--nproc_per_node=4", "a.py", "-x"]
     assert launch_arguments(["a.py", "--world-size", "2"], 8)[1] == "--nproc_per_node=2"
     assert launch_arguments(["a.py"], 0)[1] == "--nproc_per_node=1"
+
+
+def test_a_layer_that_apexs_python_build_saved():
+    """Its ``SyncBatchNorm`` had ``process_group`` and nothing else beside what batch norm has."""
+    norm = SyncBatchNorm(3)
+    for name in ("channel_last", "fuse_relu"):
+        del norm.__dict__[name]
+    loaded, x = pickle.loads(pickle.dumps(norm)), batch()
+    assert torch.equal(loaded(x), nn.BatchNorm1d(3)(x))
+    assert (loaded.channel_last, loaded.fuse_relu) == (False, False)

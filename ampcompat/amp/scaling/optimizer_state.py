@@ -185,8 +185,15 @@ class AmpOptimizerState:
 
     @property
     def all_fp32_from_fp16_params(self) -> list[torch.Tensor]:
-        """Masters."""
+        """Masters; AttributeError without master weights."""
+        self._refuse_without_master_weights("all_fp32_from_fp16_params")
         return [master.value for master in self.leaves.masters]
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[torch.Tensor]:
+        """Params that are float32 in the model; AttributeError without master weights."""
+        self._refuse_without_master_weights("all_fp32_from_fp32_params")
+        return self.all_fp32_params
 
     @property
     def all_fp32_params(self) -> list[torch.Tensor]:
@@ -203,8 +210,21 @@ class AmpOptimizerState:
         """The same of float32 params."""
         return self._take_saved(self.all_fp32_params)
 
-    all_fp32_from_fp32_params = all_fp32_params
-    all_fp32_from_fp32_grad_stash = all_fp32_grad_stash
+    @property
+    def all_fp32_from_fp32_grad_stash(self) -> list[torch.Tensor | None]:
+        """The same of float32 params; AttributeError without master weights."""
+        self._refuse_without_master_weights("all_fp32_from_fp32_grad_stash")
+        return self.all_fp32_grad_stash
+
+    def _refuse_without_master_weights(self, name: str) -> None:
+        """Raise what ``hasattr`` takes for a no: scripts that find ``name`` take the params there for masters."""
+        options = self.session.properties.options
+        if not options["master_weights"]:
+            raise AttributeError(
+                f"optimizer._amp_stash has no {name} at opt_level={options['opt_level']!r} - there are no master"
+                " weights without master_weights=True - use amp.master_params(optimizer), which yields what the"
+                " optimizer steps at every level."
+            )
 
     def _take_saved(self, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """The saved gradients of ``params``; the caller adds them."""
