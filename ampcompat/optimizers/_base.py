@@ -123,7 +123,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         has_own_step = "step" in vars(cls) and not cls.__module__.startswith("ampcompat.")
-        if has_own_step:  # it knows nothing of `found_inf`: whoever scales must look at the flag on the host
+        if has_own_step:  # that step does not read `found_inf`, so that the host must look at the flag
             cls._step_supports_amp_scaling = False
 
     @cached_property

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,13 @@ def test_a_module_that_is_not_served_is_not_found(module):
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module(module)
     assert verdict(module).verdict == "unsupported"
+
+
+def test_the_page_lists_what_is_there():
+    page = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "namespace.py"))
+    assert page["PAGE"].read_text(encoding="utf-8") == page["page"](), "python docs/namespace.py writes it"
+    served = {(module, function) for module in SERVED for function in page["supplied"](module)}
+    assert served == {key for key, is_served in IS_SERVED.items() if is_served}
 
 
 def test_every_function_of_amp_C_is_served():
