@@ -31,11 +31,11 @@ def parallel(tensor_lists: Lists, count: int, op: str) -> list[list[Tensor]]:
         shapes = [tuple(tensor.shape) for tensor in row]
         if len(set(shapes)) > 1:
             raise RuntimeError(f"{op} got shapes {shapes} at position {index} of its lists: they must be equal.")
-    devices = sorted({str(tensor.device) for tensors in lists for tensor in tensors})
+    devices = {tensor.device for tensors in lists for tensor in tensors}
     if len(devices) > 1:
+        names = " and ".join(sorted(map(str, devices)))
         raise RuntimeError(
-            f"{op} got tensors on {' and '.join(devices)} - those of one call are on one device - call it once"
-            " for each device."
+            f"{op} got tensors on {names} - those of one call are on one device - call it once for each device."
         )
     return lists
 

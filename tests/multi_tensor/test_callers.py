@@ -41,7 +41,7 @@ def assert_close(ours, theirs, dtype):
 
 def twin(params):
     """The params in float32, of torch's optimizers."""
-    return [torch.nn.Parameter(p.detach().float()) for p in params]
+    return [torch.nn.Parameter(p.detach().float().clone()) for p in params]
 
 
 def round_to(params, dtype):
@@ -437,6 +437,42 @@ def test_a_vendored_fp16_optimizer(make, make_reference, max_norm, dtype):
     assert_close(model.parameters(), reference.parameters(), dtype)
 
 
+WRAPPED = {
+    "FusedAdam": (CONTRIBUTED["FusedAdam"][0], CONTRIBUTED["FusedAdam"][1]),
+    "FusedSGD": (CONTRIBUTED["FusedSGD"][0], CONTRIBUTED["FusedSGD"][1]),
+    "FusedLAMB": (
+        lambda params: contributed.FusedLAMB(params, lr=0.05),
+        lambda params: FusedLAMB(params, lr=0.05, use_nvlamb=True),
+    ),
+}
+
+
+@dtypes
+@pytest.mark.parametrize(("make", "make_reference"), WRAPPED.values(), ids=WRAPPED)
+def test_the_contributed_fp16_optimizer(make, make_reference, dtype):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2).to(dtype)
+    reference = copy.deepcopy(model)
+    ours = contributed.FP16_Optimizer(make(model.parameters()), static_loss_scale=64.0, verbose=False)
+    masters = twin(reference.parameters())
+    theirs = make_reference(masters)
+    for step in range(4):
+        torch.manual_seed(step)
+        x = torch.randn(5, 3).to(dtype)
+        ours.zero_grad()
+        ours.backward(model(x).float().square().mean())
+        ours.step()
+        reference.zero_grad()
+        (reference(x).float().square().mean() * 64).backward()
+        for master, p in zip(masters, reference.parameters(), strict=True):
+            master.grad = p.grad.float() / 64
+        theirs.step()
+        with torch.no_grad():
+            for master, p in zip(masters, reference.parameters(), strict=True):
+                p.copy_(master)
+    assert_close(model.parameters(), reference.parameters(), dtype)
+
+
 # -- LARC and NovoGrad -------------------------------------------------------------------------------------------------
 @dtypes
 def test_larc_around_fused_sgd(dtype):
@@ -464,7 +500,7 @@ def test_larc_around_fused_sgd(dtype):
 def test_novograd_as_nemo_makes_it(dtype):
     """NeMo's speech recognition: decay inside the moment, no averaging of gradients, betas of 0.95 and 0.25."""
     ours = make_params(dtype)
-    plain = [p.detach().float() for p in ours]
+    plain = [p.detach().float().clone() for p in ours]
     options = {"reg_inside_moment": True, "grad_averaging": False, "betas": (0.95, 0.25)}
     optimizer = FusedNovoGrad(ours, lr=0.05, weight_decay=0.01, **options)
     moments: list = [torch.zeros_like(p) for p in plain]
