@@ -52,21 +52,22 @@ def lent(tensor_lists: Lists, count: int, op: str) -> Iterator[list[list[Tensor]
     copies.write_back()
 
 
-def computing_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    """Return the dtype that arithmetic of ``tensors`` is done in: float32 for half, float64 for integers.
+@functools.cache
+def computing_dtype(device_type: str, *dtypes: torch.dtype) -> torch.dtype:
+    """Return the dtype that arithmetic of ``dtypes`` is done in: float32 for half, float64 for integers.
 
     In float32, ``0.9999 * k + 0.0001 * k`` is below ``k`` for one integer ``k`` in five, and a cast would make it
     ``k - 1``. MPS has no float64.
     """
 
-    def of_one(tensor: Tensor) -> torch.dtype:
-        if tensor.is_complex():
-            return tensor.dtype
-        if tensor.is_floating_point():
-            return math_dtype(tensor.dtype)
-        return torch.float32 if tensor.device.type == "mps" else torch.float64
+    def of_one(dtype: torch.dtype) -> torch.dtype:
+        if dtype.is_complex:
+            return dtype
+        if dtype.is_floating_point:
+            return math_dtype(dtype)
+        return torch.float32 if device_type == "mps" else torch.float64
 
-    return functools.reduce(torch.promote_types, map(of_one, tensors))
+    return functools.reduce(torch.promote_types, map(of_one, dtypes))
 
 
 def by_computing_dtype(
@@ -75,7 +76,8 @@ def by_computing_dtype(
     """Split parallel lists by the dtype that their rows compute in; yield the inputs in it, and the outputs."""
     rows: dict[torch.dtype, list[int]] = {}
     for index, row in enumerate(zip(*inputs, strict=True)):
-        rows.setdefault(computing_dtype(row), []).append(index)
+        dtype = computing_dtype(row[0].device.type, *[tensor.dtype for tensor in row])
+        rows.setdefault(dtype, []).append(index)
     for dtype, chosen in rows.items():
         yield [in_dtype([tensors[i] for i in chosen], dtype) for tensors in inputs], [outputs[i] for i in chosen]
 

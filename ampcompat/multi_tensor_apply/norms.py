@@ -29,8 +29,10 @@ def norms_of(tensors: list[Tensor], order: float = 2.0) -> Tensor:
     """Return the norm of each tensor (at least one), of any dtypes; ``[n]``, on their device."""
 
     def of_one_dtype(alike: list[Tensor]) -> Tensor:
-        if not (alike[0].is_floating_point() or alike[0].is_complex()):
-            alike = in_dtype(alike, computing_dtype(alike[:1]))
+        dtype = alike[0].dtype
+        is_integer = not (dtype.is_floating_point or dtype.is_complex)
+        if is_integer:
+            alike = in_dtype(alike, computing_dtype(alike[0].device.type, dtype))
         return _layerwise.norms(alike, order)
 
     if len({tensor.dtype for tensor in tensors}) == 1:
@@ -99,7 +101,7 @@ def multi_tensor_unscale_l2norm(
     if not tensors:
         return _norm_and_flag(noop_flag, tensors, per_tensor_python)
     factor = inv_scale.reshape(()).to(tensors[0].device, non_blocking=True)
-    wide = in_dtype(tensors, computing_dtype(tensors))
+    wide = in_dtype(tensors, computing_dtype(tensors[0].device.type, *{tensor.dtype for tensor in tensors}))
     unscaled = _torch.foreach_mul(wide, factor.to(wide[0].dtype))
     return _norm_and_flag(noop_flag, list(unscaled), per_tensor_python)
 
