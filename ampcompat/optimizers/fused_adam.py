@@ -104,7 +104,10 @@ class FusedAdam(FusedOptimizer):
         """
         grad_scaler = by_name.pop("grad_scaler", None)
         if by_name:
-            raise TypeError(f"FusedAdam.step() got an unexpected keyword argument {next(iter(by_name))!r}")
+            raise TypeError(
+                f"FusedAdam.step() got an unexpected keyword argument {next(iter(by_name))!r} - it takes a closure and"
+                " grad_scaler - leave the rest out."
+            )
         old = {"grads": grads, "output_params": output_params, "scale": scale, "grad_norms": grad_norms}
         passed = [name for name, value in old.items() if value is not None]
         if passed:
