@@ -40,6 +40,12 @@ __all__ += ["register_promote_function"]
 P = ParamSpec("P")
 
 
+def __getattr__(name: str) -> object:
+    if name == "_DECORATOR_HANDLE":  # the handle in force, or None
+        return getattr(_amp_state, "handle", None)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def _rocm_order(init: Callable[P, AmpHandle]) -> Callable[P, AmpHandle]:
     """Have ``init`` take ``patch_type`` as third argument, where ROCm's fork has it, if that is a dtype."""
 

@@ -104,6 +104,24 @@ class OptimWrapper:
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 
+    # Beside ``__getattr__``, for subclasses: ``super().state_dict()`` does not come there.
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizer."""
+        saved: dict[str, Any] = self._optimizer.state_dict()
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of the optimizer."""
+        self._optimizer.load_state_dict(state_dict)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clear the gradients, as the optimizer does."""
+        self._optimizer.zero_grad(*args, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the optimizer."""
+        self._optimizer.add_param_group(param_group)
+
     def scale_loss(self, loss: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
         """Open a ``scale_loss`` block for this optimizer; RuntimeError after more than ``num_loss`` since the step."""
         if self._next >= self._num_loss and self._amp_handle._session.enabled:

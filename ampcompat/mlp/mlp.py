@@ -15,9 +15,10 @@ from ampcompat.amp.casts.contexts import casts_off
 
 __all__ = ["MLP", "MlpFunction", "mlp_function"]
 
-#: By apex's numbers.
+#: Each has the number that apex gave it.
 ACTIVATIONS: Final = ("none", "relu", "sigmoid")
-_NONE, _RELU, _SIGMOID = range(3)
+_RELU: Final = 1
+_SIGMOID: Final = 2
 
 
 def _activated(x: Tensor, activation: int) -> Tensor:
@@ -43,7 +44,7 @@ def _split(use_bias: int, args: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tens
 
 
 def _check(use_bias: int, activation: int, args: Sequence[Tensor]) -> None:
-    if activation not in (_NONE, _RELU, _SIGMOID):
+    if activation not in range(len(ACTIVATIONS)):
         raise TypeError(
             f"activation={activation!r} - it is a number here: 0 for none, 1 for relu, 2 for sigmoid - pass"
             " MLP.activation, or one of these."

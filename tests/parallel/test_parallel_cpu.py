@@ -71,6 +71,34 @@ def check_wrapper(rank):
     assert not torch.equal(*gathered)
 
 
+def check_fallback(rank):
+    """As scripts do that reduce by hand: passes of local gradients, then one reduction of their sums."""
+    mine, whole = batch()[2 * rank : 2 * rank + 2], Unused()
+    for _ in range(2):
+        whole(batch()).mean().backward()
+    for options in ({}, {"gradient_predivide_factor": 2.0}, {"delay_allreduce": True}):
+        wrapped = DistributedDataParallel(Unused(), **options)
+        wrapped(mine).mean().backward()  # a pass that reduces, by which buckets are made
+        wrapped.zero_grad()
+        wrapped.disable_allreduce()
+        for _ in range(2):
+            wrapped(mine).mean().backward()
+        wrapped.allreduce_fallback()
+        used, idle = wrapped.module.used, wrapped.module.idle
+        torch.testing.assert_close(used.weight.grad, whole.used.weight.grad)  # sums in another order
+        assert idle.weight.grad is None
+        if rank == 1:  # a parameter that one rank alone has a gradient of
+            idle.weight.grad = torch.ones_like(idle.weight)
+        used.weight.grad = None
+        wrapped.allreduce_fallback()
+        assert torch.equal(idle.weight.grad, torch.full_like(idle.weight, 0.5))
+        assert used.weight.grad is None
+        wrapped.enable_allreduce()
+        wrapped.zero_grad()
+        wrapped(mine).mean().backward()
+        torch.testing.assert_close(used.weight.grad, whole.used.weight.grad / 2)
+
+
 def check_reducer(rank):
     net = model()
     with torch.no_grad():
@@ -105,6 +133,7 @@ def check_sync_batch_norm(rank):
 CHECKS = [
     check_gradients,
     check_wrapper,
+    check_fallback,
     check_reducer,
     check_sync_batch_norm,
 ]

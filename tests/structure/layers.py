@@ -25,7 +25,7 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("half",),
     ("scaling",),
     ("adapters",),
-    ("_initialize", "_process_optimizer", "arguments", "handle", "scaler", "utils"),
+    ("_initialize", "_process_optimizer", "arguments", "compat", "handle", "rnn_compat", "scaler", "utils"),
     ("frontend", "amp", "opt", "__version__"),
     ("__init__",),
 )
@@ -69,8 +69,8 @@ SHARED: Final = frozenset(("_state", "_torch", "_types", "_log"))
 #: Modules that hold names which legacy code imports, and little else.
 LEGACY: Final = frozenset(
     (
-        *("__version__", "_amp_state", "_initialize", "_process_optimizer", "handle"),
-        *("opt", "scaler", "utils"),
+        *("__version__", "_amp_state", "_initialize", "_process_optimizer", "compat", "handle"),
+        *("opt", "rnn_compat", "scaler", "utils"),
     )
 )
 #: What the facade, ``amp/__init__.py``, may import from ``ampcompat.tools``, inside functions only.

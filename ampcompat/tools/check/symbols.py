@@ -72,6 +72,9 @@ MODULES = frozenset(
         "apex.contrib.xentropy.softmax_xentropy",
         "apex.mlp",
         "apex.mlp.mlp",
+        "apex._autocast_utils",
+        "apex.amp.compat",
+        "apex.amp.rnn_compat",
     }
 )
 """Names under which an unknown attribute is an unknown symbol; anywhere else it belongs to the symbol before it."""
@@ -99,8 +102,6 @@ SYMBOLS: dict[str, Symbol] = {
     "apex.amp.register_float_function": Symbol(
         DIFFERS, "a registered class keeps its identity: its forward is wrapped, where apex replaced the class"
     ),
-    "apex.amp.rnn_compat": Symbol(UNSUPPORTED, "recurrent layers are cast by native autocast; drop the call"),
-    "apex.amp.compat": Symbol(UNSUPPORTED, "checks for old torch versions; drop the call"),
     "apex.amp.wrap": Symbol(UNSUPPORTED, "use amp.half_function, amp.float_function and amp.promote_function"),
     **_works("apex.amp.lists", "functional_overrides torch_overrides tensor_overrides"),
     **_works("apex.amp.lists.functional_overrides", "MODULE FP16_FUNCS FP32_FUNCS BANNED_FUNCS"),

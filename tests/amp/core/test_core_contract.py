@@ -267,7 +267,9 @@ HOMES = {
     "opt": ["OptimWrapper"],
     "_amp_state": ["_amp_state", "AmpState", "warn_or_err", "maybe_print", "master_params"],
     "amp": ["init", "half_function", "register_float_function"],
-    "utils": ["is_nested", "is_fp_tensor", "maybe_half", "maybe_float", "cached_cast"],
+    "utils": ["is_nested", "is_fp_tensor", "maybe_half", "maybe_float", "cached_cast", "type_string"],
+    "compat": ["filter_attrs"],
+    "rnn_compat": ["has_old_rnns"],
 }
 
 
