@@ -7,7 +7,7 @@ import bisect
 from collections.abc import Callable, Iterator
 
 from ampcompat.tools.check.bindings import dotted
-from ampcompat.tools.check.branches import conditions
+from ampcompat.tools.check.branches import is_not_half
 from ampcompat.tools.check.findings import ERROR, WARNING
 from ampcompat.tools.check.mistakes import Grade, Mistake
 from ampcompat.tools.check.settings import Setting
@@ -118,6 +118,8 @@ def overflowing_fill(source: Source) -> Iterator[Mistake]:
         value = argument(call, 1, "value")
         if not isinstance(call.func, ast.Attribute) or value is None or not _overflows(value):
             continue
+        if is_not_half(source, call):
+            continue
         filled = call.func.value
         if _may_be_half(source, filled):
             grade = _where_products_are_float16 if _is_product(source, filled) else _where_float16_is
@@ -126,7 +128,7 @@ def overflowing_fill(source: Source) -> Iterator[Mistake]:
     nodes: Iterator[ast.Assign | ast.BinOp] = source.kind(ast.Assign, ast.BinOp)
     for node in nodes:
         number = _masked_with(source, node)
-        if number is not None:
+        if number is not None and not is_not_half(source, node):
             note = f"{ast.unparse(number)} is out of float16's range (65504); {FIX}"
             yield Mistake(node, note, _where_float16_is)
 
@@ -156,12 +158,10 @@ def _is_product(source: Source, node: ast.expr | None) -> bool:
 
 
 def _value_above(source: Source, name: ast.Name) -> ast.expr | None:
-    """What the last assignment above gives ``name`` in its function, in every case; None if there is none."""
+    """What the last assignment above gives ``name`` in its function; None if there is none."""
     values = _assigned(source).get((source.scope(name), name.id), [])
     above = bisect.bisect_left(values, name.lineno, key=lambda value: value.lineno)
-    if above == 0 or not conditions(source, values[above - 1]) <= conditions(source, name):
-        return None
-    return values[above - 1]
+    return values[above - 1] if above else None
 
 
 @once
