@@ -56,13 +56,11 @@ class Suspect:
         finding: What is reported of it, still without a level.
         grade: As of :class:`Mistake`.
         names_level: As of :class:`Mistake`.
-        calls: The calls of ``initialize`` in the file that govern it.
     """
 
     finding: Finding
     grade: Grade | str
     names_level: bool
-    calls: tuple[Initialization, ...]
 
     def judged(self, around: Surroundings) -> Finding | None:
         """The finding that it comes to; None where it is no mistake."""

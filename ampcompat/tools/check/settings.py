@@ -1,14 +1,14 @@
-"""Calls of ``amp.initialize``: which code each governs, and in which settings that code may run."""
+"""Calls of ``amp.initialize``, and the settings in which the code that they govern may run."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ampcompat.tools.check.levels import LEVELS, Level
-from ampcompat.tools.check.source import SCOPES, Source, argument, once
+from ampcompat.tools.check.source import Source, argument, once
 from ampcompat.tools.check.values import UNKNOWN, Values, values_of
 
 INITIALIZE = ("apex.amp.initialize", "apex.amp.frontend.initialize")
@@ -145,29 +145,3 @@ HALF_BY_HAND = Setting(weights="float16", functions="", masters=None, is_scaled=
 def initializations(source: Source) -> dict[ast.Call, Initialization]:
     """The calls of ``initialize`` in a file."""
     return {call: Initialization.of(source, call) for call in source.calls_to(*INITIALIZE)}
-
-
-def governing(source: Source, node: ast.AST) -> tuple[Initialization, ...]:
-    """The calls of ``initialize`` that govern a node: in its function, or else in its class, or else in its file."""
-    for part in (*_parts_around(source, node), source.tree):
-        within = _within(source).get(part)
-        if within is not None:
-            return within
-    return ()
-
-
-@once
-def _within(source: Source) -> dict[ast.AST, tuple[Initialization, ...]]:
-    """The different calls of ``initialize`` in each function, in each class and in the file, where there are some."""
-    found: dict[ast.AST, dict[Initialization, None]] = {}
-    for call, initialization in initializations(source).items():
-        for part in (*_parts_around(source, call), source.tree):
-            found.setdefault(part, {})[initialization] = None
-    return {part: tuple(calls) for part, calls in found.items()}
-
-
-def _parts_around(source: Source, node: ast.AST) -> Iterator[ast.AST]:
-    """The functions and classes around a node, the innermost first."""
-    for part in source.ancestors(node):
-        if isinstance(part, (*SCOPES, ast.ClassDef)):
-            yield part

@@ -6,8 +6,8 @@ import ast
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ampcompat.tools.check.bindings import dotted, parameters
-from ampcompat.tools.check.source import SCOPES, Source, once
+from ampcompat.tools.check.bindings import dotted
+from ampcompat.tools.check.source import Source, once
 
 UNKNOWN = object()
 #: Names of names that are followed until a value is given up.
@@ -66,18 +66,9 @@ def _of_name(source: Source, node: ast.Name | ast.Attribute, most_names: int) ->
             return Values(option=node.attr)
         if node.attr in options(source):
             return Values()  # the option is overwritten, perhaps
-    elif _is_parameter(source, node):
+    elif source.is_parameter(node.id, node):
         return Values()
     return values_of(source, given[0], most_names) if len(given) == 1 else Values()
-
-
-def _is_parameter(source: Source, name: ast.Name) -> bool:
-    scope = source.scope(name)
-    while isinstance(scope, SCOPES):
-        if name.id in parameters(scope):
-            return True
-        scope = source.scope(scope)
-    return False
 
 
 @once
@@ -104,7 +95,7 @@ def options(source: Source) -> dict[str, Values]:
     for call in source.calls_named("add_argument"):
         keywords = {keyword.arg: keyword.value for keyword in call.keywords}
         name = _destination(call, keywords.get("dest"))
-        found[name] = Values() if name in found or name in _set_defaults(source) else _declared(source, keywords)
+        found[name] = Values() if name in found else _declared(source, keywords)
     return found
 
 
@@ -128,8 +119,3 @@ def _declared(source: Source, keywords: Mapping[str | None, ast.expr]) -> Values
         return Values(default)
     listed = [values_of(source, choice).usual for choice in choices.elts]
     return Values(default, tuple(choice for choice in listed if choice is not UNKNOWN), UNKNOWN in listed)
-
-
-def _set_defaults(source: Source) -> set[str | None]:
-    """Options whose defaults are set elsewhere, by ``parser.set_defaults``."""
-    return {keyword.arg for call in source.calls_named("set_defaults") for keyword in call.keywords}
