@@ -25,13 +25,13 @@ def class_around(source: Source, node: ast.AST) -> ast.ClassDef | None:
 
 
 @once
-def callers(source: Source) -> dict[ast.AST, list[ast.AST]]:
-    """The functions that call a function of the same file."""
-    found: dict[ast.AST, list[ast.AST]] = {}
+def calls_by_function(source: Source) -> dict[ast.AST, list[ast.Call]]:
+    """The calls of each function of the same file."""
+    found: dict[ast.AST, list[ast.Call]] = {}
     for call in source.calls:
         function = function_of(source, call)
         if function is not None:
-            found.setdefault(function, []).append(source.scope(call))
+            found.setdefault(function, []).append(call)
     return found
 
 

@@ -77,6 +77,12 @@ TRUE = {
         "clip_of_model_params",
         trainer("nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)"),
     ),
+    "gradients divided by a function that is called after the block": (
+        "edit_of_model_gradients",
+        trained('"O2"', "average(model)\n").replace(
+            "for x", "def average(net):\n    for p in net.parameters():\n        p.grad.data /= n\nfor x", 1
+        ),
+    ),
     "gradients divided in another method": (
         "edit_of_model_gradients",
         trainer("for p in self.net.parameters():\n            p.grad.div_(n)"),
@@ -262,6 +268,7 @@ TRUE = {
 MISSED = ("fill by a name",)
 #: What is a warning, because the snippet does not prove it.
 WARNED = (
+    "gradients divided by a function that is called after the block",
     "no block at O1",
     "gradients divided at the level of an option",
     "fill of a product that may be float32",
@@ -287,6 +294,9 @@ FALSE = {
     "clip of a model that a method is given": trainer("self.clip(self.critic)").replace(
         "    def update",
         "    def clip(self, net):\n        nn.utils.clip_grad_norm_(net.parameters(), 1.0)\n    def update",
+    ),
+    "gradients divided by a function that is called in the block": trained('"O2"', "", "average(model)\n").replace(
+        "for x", "def average(net):\n    for p in net.parameters():\n        p.grad.data /= n\nfor x", 1
     ),
     "a fill under a test of its dtype": APEX
     + ATTENTION.format(

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 
 from ampcompat.tools.check.bindings import dotted
 from ampcompat.tools.check.branches import asks_for_level, contradict
-from ampcompat.tools.check.mistakes import Mistake
+from ampcompat.tools.check.calls import calls_by_function
+from ampcompat.tools.check.findings import WARNING
+from ampcompat.tools.check.mistakes import Grade, Mistake
+from ampcompat.tools.check.settings import Setting
 from ampcompat.tools.check.source import Source
 from ampcompat.tools.check.traps.blocks import CLIPS, block_above, blocks_by_function, follows_a_block, yielded
 from ampcompat.tools.check.traps.grades import with_masters, with_masters_or_scale
@@ -23,8 +26,9 @@ def clip_of_model_params(source: Source) -> Iterator[Mistake]:
     note = "the optimizer steps master parameters, so that this changes nothing; clip amp.master_params(optimizer)"
     for call in source.calls_named(*CLIPS):
         model = _model_of(call.args[0]) if call.args else ""
-        if model and _is_after_backward(source, call, model):
-            yield Mistake(call, note, with_masters)
+        grade = _grade_of_change(source, call, model) if model else None
+        if grade is not None:
+            yield Mistake(call, note, grade)
 
 
 def edit_of_model_gradients(source: Source) -> Iterator[Mistake]:
@@ -38,8 +42,9 @@ def edit_of_model_gradients(source: Source) -> Iterator[Mistake]:
         model = _model_of(loop.iter)
         names = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
         edit = next((node for node in source.within(loop) if _edited(node) in names), None)
-        if model and edit is not None and _is_after_backward(source, loop, model):
-            yield Mistake(edit, note, with_masters)
+        grade = _grade_of_change(source, loop, model) if model and edit is not None else None
+        if edit is not None and grade is not None:
+            yield Mistake(edit, note, grade)
 
 
 def _model_of(node: ast.expr) -> str:
@@ -49,18 +54,28 @@ def _model_of(node: ast.expr) -> str:
     return (dotted(node.func.value) or "?") if node.func.attr in ("parameters", "named_parameters") else ""
 
 
-def _is_after_backward(source: Source, node: ast.expr | ast.stmt, model: str) -> bool:
-    """Whether ``node`` handles the gradients of ``model`` after they were brought to masters, if there are some.
+def _grade_of_change(source: Source, node: ast.expr | ast.stmt, model: str) -> Grade | None:
+    """How bad it is that ``node`` changes gradients of ``model``; None where that may be before masters get theirs.
 
-    A function that handles those of masters too has a branch for each precision, and code under a test of the level
-    knows what it does.
+    A function that handles the gradients of masters too has a branch for each precision, and code under a test of the
+    level knows what it does.
     """
     if source.bindings.is_native:  # it has no masters
-        return False
-    knows_masters = any(source.scope(call) is source.scope(node) for call in source.calls_to("apex.amp.master_params"))
+        return None
+    scope = source.scope(node)
+    knows_masters = any(source.scope(call) is scope for call in source.calls_to("apex.amp.master_params"))
     if knows_masters or asks_for_level(source, node):
-        return False
-    return follows_a_block(source, node) or is_initialized_by_class(source, node, model)
+        return None
+    if follows_a_block(source, node) or is_initialized_by_class(source, node, model):
+        return with_masters
+    is_given = source.is_parameter(model.partition(".")[0], node)
+    is_called_after = any(follows_a_block(source, call) for call in calls_by_function(source).get(scope, []))
+    return _perhaps_with_masters if is_given and is_called_after else None
+
+
+def _perhaps_with_masters(setting: Setting) -> str | None:
+    """A warning where the optimizer steps masters, if a function is given the model that they belong to."""
+    return WARNING if with_masters(setting) else None
 
 
 def _edited(node: ast.AST) -> str:

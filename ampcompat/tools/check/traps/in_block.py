@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ampcompat.tools.check.bindings import dotted
 from ampcompat.tools.check.branches import contradict
-from ampcompat.tools.check.calls import callers, function_of
+from ampcompat.tools.check.calls import calls_by_function, function_of
 from ampcompat.tools.check.mistakes import Mistake
 from ampcompat.tools.check.source import Source, argument, called, once
 from ampcompat.tools.check.traps.blocks import CLIPS, With, blocks_by_function
@@ -49,7 +49,7 @@ def _clips_by_function(source: Source) -> dict[ast.AST, list[ast.Call]]:
                 clips = found.setdefault(function, [])
                 if function not in blocks_by_function(source) and clip not in clips:
                     clips.append(clip)
-                    waiting += callers(source).get(function, [])
+                    waiting += map(source.scope, calls_by_function(source).get(function, []))
     return found
 
 
