@@ -114,6 +114,11 @@ def option(arguments):
             option('"--opt-level", default="O2"') + 'args.opt_level = "O1"\n',
             [("warning", "if the level is O2 or O5")],
         ),
+        (
+            "args.opt_level",
+            "config.level = 'O2'\n" + option('"--opt-level", default=config.level'),
+            [("error", "at O2, the default")],
+        ),
         ("args.opt_level", option('"--opt-level"'), [("warning", "if the level is O2 or O5")]),
         ('"O2", master_weights=False', "", []),
         ('"O2", master_weights=masters', "", [("warning", "at O2")]),

@@ -291,6 +291,11 @@ FALSE = {
         "        else:\n            nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)"
     ),
     "clip of another model in another method": trainer("nn.utils.clip_grad_norm_(self.critic.parameters(), 1.0)"),
+    "clip after a plain backward pass in another method": trainer("pass").replace(
+        "    def update",
+        "    def find_rate(self, loss):\n        loss.backward()\n"
+        "        nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)\n    def update",
+    ),
     "clip of a model that a method is given": trainer("self.clip(self.critic)").replace(
         "    def update",
         "    def clip(self, net):\n        nn.utils.clip_grad_norm_(net.parameters(), 1.0)\n    def update",

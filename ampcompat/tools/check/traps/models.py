@@ -16,10 +16,14 @@ from ampcompat.tools.check.traps.blocks import run_in_blocks
 def is_initialized_by_class(source: Source, node: ast.AST, model: str) -> bool:
     """Whether ``node`` is code of a method, for runs in which its class has given ``model`` to ``amp.initialize``.
 
-    What runs inside a ``scale_loss`` block does not count, nor do classes that know of master parameters.
+    What runs inside a ``scale_loss`` block does not count, nor do methods with a plain backward pass, which may have an
+    optimizer of their own, nor classes that know of master parameters.
     """
     around = class_around(source, node)
-    if around is None or source.scope(node) in run_in_blocks(source):
+    method = source.scope(node)
+    if around is None or method in run_in_blocks(source):
+        return False
+    if any(source.scope(call) is method and not call.args for call in source.calls_named("backward")):
         return False
     if any(class_around(source, call) is around for call in source.calls_to("apex.amp.master_params")):
         return False
