@@ -303,6 +303,12 @@ FALSE = {
     "gradients divided by a function that is called in the block": trained('"O2"', "", "average(model)\n").replace(
         "for x", "def average(net):\n    for p in net.parameters():\n        p.grad.data /= n\nfor x", 1
     ),
+    "a fill of what is made float32 above": APEX
+    + ATTENTION.format("scores = scores.float()\n        scores = scores.masked_fill(mask, -1e9)")
+    + INIT.format('"O1"'),
+    "a large number times a mask that is made float32 above": amp_at(
+        '"O2"', "mask = mask.to(dtype=torch.float32)\nscores = scores + (1.0 - mask) * -1e9\n"
+    ),
     "a fill under a test of its dtype": APEX
     + ATTENTION.format(
         "if scores.dtype == torch.float16:\n            scores = scores.masked_fill(mask, -1e4)\n"
