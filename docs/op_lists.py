@@ -84,9 +84,9 @@ How O1 and O4 cast each operation. Search the page for its name: `softmax` stand
 | whole function | ampcompat casts the arguments of a function that torch wrote in Python over other operations |
 | by name | ampcompat refuses what a script calls (`x.exp_()`, `x **= 2`), not what torch calls itself for `square_` |
 
-Operations on no list follow native autocast: `einsum` and `scaled_dot_product_attention` run in half. Other in-place forms keep the
-dtype of their left side. float64 and integers are not cast. A 0-dim tensor does not widen the result of `add`, `div`, `mul`, `sub`
-and the comparisons. Under `torch.func.vmap`, a batch of `dot` is a matrix product, in half.
+Operations on no list follow native autocast: `einsum` and `scaled_dot_product_attention` run in half. Other in-place
+forms keep the dtype of their left side. float64 and integers are not cast. A 0-dim tensor does not widen the result of
+`add`, `div`, `mul`, `sub` and the comparisons. Under `torch.func.vmap`, a batch of `dot` is a matrix product, in half.
 
 ## Edit the lists
 
