@@ -56,6 +56,8 @@ class Trainer:
     def backward(self, loss):
         with amp.scale_loss(loss, self.opt) as scaled:
             scaled.backward()
+    def save(self):
+        return list(amp.master_params(self.opt))
     def update(self):
         {clip}
         self.opt.step()
@@ -289,6 +291,12 @@ FALSE = {
     "clip of the masters in another method": trainer(
         "if fp:\n            nn.utils.clip_grad_norm_(amp.master_params(self.opt), 1.0)\n"
         "        else:\n            nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)"
+    ),
+    "clip of the masters in a method of its own": trainer(
+        "self.clip_masters() if fp else nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)"
+    ).replace(
+        "    def update",
+        "    def clip_masters(self):\n        nn.utils.clip_grad_norm_(amp.master_params(self.opt), 1.0)\n    def update",
     ),
     "clip of another model in another method": trainer("nn.utils.clip_grad_norm_(self.critic.parameters(), 1.0)"),
     "clip after a plain backward pass in another method": trainer("pass").replace(

@@ -10,14 +10,14 @@ from ampcompat.tools.check.branches import contradict
 from ampcompat.tools.check.calls import class_around
 from ampcompat.tools.check.settings import initializations
 from ampcompat.tools.check.source import Source, argument, once
-from ampcompat.tools.check.traps.blocks import run_in_blocks
+from ampcompat.tools.check.traps.blocks import CLIPS, run_in_blocks
 
 
 def is_initialized_by_class(source: Source, node: ast.AST, model: str) -> bool:
     """Whether ``node`` is code of a method, for runs in which its class has given ``model`` to ``amp.initialize``.
 
     What runs inside a ``scale_loss`` block does not count, nor do methods with a plain backward pass, which may have an
-    optimizer of their own, nor classes that know of master parameters.
+    optimizer of their own, nor classes that clip master parameters somewhere.
     """
     around = class_around(source, node)
     method = source.scope(node)
@@ -25,13 +25,21 @@ def is_initialized_by_class(source: Source, node: ast.AST, model: str) -> bool:
         return False
     if any(source.scope(call) is method and not call.args for call in source.calls_named("backward")):
         return False
-    if any(class_around(source, call) is around for call in source.calls_to("apex.amp.master_params")):
+    if around in _classes_that_clip_masters(source):
         return False
     for call in initializations(source):
         is_known = any(f"{model}.".startswith(f"{name}.") for name in _attributes(source, call))
         if class_around(source, call) is around and is_known and not contradict(source, call, node):
             return True
     return False
+
+
+@once
+def _classes_that_clip_masters(source: Source) -> set[ast.ClassDef | None]:
+    """The classes with a clip of ``amp.master_params(optimizer)``."""
+    masters = source.calls_to("apex.amp.master_params")
+    clips = source.calls_named(*CLIPS)
+    return {class_around(source, clip) for clip in clips if any(call in source.within(clip) for call in masters)}
 
 
 @once
