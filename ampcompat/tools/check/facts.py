@@ -76,7 +76,7 @@ def _suspects(source: Source) -> list[Suspect]:
 
 def _suspect(source: Source, name: str, mistake: Mistake) -> Suspect:
     finding = source.finding(mistake.node, "trap", name, "", mistake.note)
-    return Suspect(finding, mistake.grade, mistake.names_level)
+    return Suspect(finding, mistake.grade)
 
 
 def _floats_sigmoid(source: Source) -> bool:

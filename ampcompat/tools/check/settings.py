@@ -14,10 +14,9 @@ from ampcompat.tools.check.values import UNKNOWN, Values, values_of
 INITIALIZE = ("apex.amp.initialize", "apex.amp.frontend.initialize")
 DEFAULT_LEVEL = "O1"
 DEFAULT = Values.only(DEFAULT_LEVEL)
-ONE_LOSS = Values.only(1)
 NOT_GIVEN = Values.only(None)
 #: The positions of the arguments that traps ask for.
-POSITIONS = {"opt_level": 3, "patch_torch_functions": 5, "master_weights": 7, "loss_scale": 8, "num_losses": 10}
+POSITIONS = {"opt_level": 3, "patch_torch_functions": 5, "master_weights": 7, "loss_scale": 8}
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,6 @@ class Setting:
         functions: The dtype that functions are cast to; "" for none.
         masters: Whether the optimizer steps float32 masters.
         is_scaled: Whether the loss is multiplied by a scale.
-        num_losses: The number of losses.
         float_sigmoid: Whether ``torch.sigmoid`` is registered to run in float32, or banned functions are allowed.
         scales_elsewhere: Whether a file that an import ties to the code scales losses.
     """
@@ -38,7 +36,6 @@ class Setting:
     functions: str
     masters: bool | None
     is_scaled: bool | None
-    num_losses: int | None = None
     float_sigmoid: bool = False
     scales_elsewhere: bool = False
 
@@ -55,7 +52,6 @@ class Initialization:
     patch_torch_functions: Values = NOT_GIVEN
     master_weights: Values = NOT_GIVEN
     loss_scale: Values = NOT_GIVEN
-    num_losses: Values = ONE_LOSS
     is_off: bool = False
 
     @classmethod
@@ -105,13 +101,11 @@ class Initialization:
             return Setting(weights="", functions="", masters=False, is_scaled=False)
         level = LEVELS[name]
         patches = self.patch_torch_functions.usual
-        num_losses = self.num_losses.usual
         return Setting(
             weights=level.weights,
             functions="" if patches is False else level.functions,
             masters=self._masters(level),
             is_scaled=self._is_scaled(level),
-            num_losses=num_losses if isinstance(num_losses, int) else None,
         )
 
     def _masters(self, level: Level) -> bool | None:
@@ -136,7 +130,7 @@ def _is_scale(value: object) -> bool:
 
 
 #: What is in force where no call of ``initialize`` is known: any level, with the options of its row.
-ANY_LEVEL = Initialization(opt_level=Values(), num_losses=Values())
+ANY_LEVEL = Initialization(opt_level=Values())
 #: A model that ``fp16_utils`` make half.
 HALF_BY_HAND = Setting(weights="float16", functions="", masters=None, is_scaled=None)
 
