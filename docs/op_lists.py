@@ -84,14 +84,13 @@ How O1 and O4 cast each operation. Search the page for its name: `softmax` stand
 | whole function | ampcompat casts the arguments of a function that torch wrote in Python over other operations |
 | by name | ampcompat refuses what a script calls (`x.exp_()`, `x **= 2`), not what torch calls itself for `square_` |
 
-Operations on no list follow native autocast: `einsum` and `scaled_dot_product_attention` run in half. In-place forms
-that are not listed keep the dtype of their left side. float64 and integers are not cast. A 0-dim tensor does not widen
-the result of `add`, `div`, `mul`, `sub` and the comparisons. Under `torch.func.vmap`, a batch of `dot` is a matrix
-product, in half.
+Operations on no list follow native autocast: `einsum` and `scaled_dot_product_attention` run in half. Other in-place
+forms keep the dtype of their left side. float64 and integers are not cast. A 0-dim tensor does not widen the result of
+`add`, `div`, `mul`, `sub` and the comparisons. Under `torch.func.vmap`, a batch of `dot` is a matrix product, in half.
 
 ## Edit the lists
 
-Edit them before `amp.initialize`. They have apex's names:
+Edit them before `amp.initialize`, by apex's names:
 
 ```python
 amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
@@ -101,9 +100,8 @@ amp.lists.functional_overrides.FP16_FUNCS.append("softmax")
 The modules `functional_overrides`, `torch_overrides` and `tensor_overrides` of `amp.lists` hold `FP16_FUNCS`,
 `FP32_FUNCS`, `CASTS`, `SEQUENCE_CASTS` and `BANNED_FUNCS`.
 
-- `FP16_FUNCS` counts at O1 and O4: a name on it is cast to the half dtype in force.
-- A name that you add leaves the list that it was on. On several lists, half beats float32, and float32 beats the widest
-  dtype.
+- `FP16_FUNCS` is cast to the half dtype in force, at O1 and O4.
+- A name that you add leaves the list that it was on. On several, half beats float32, and float32 the widest dtype.
 - A name that you remove and add nowhere runs as given. A name that is not a function of torch gives a warning.
 """
 

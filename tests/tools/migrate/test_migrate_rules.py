@@ -63,7 +63,20 @@ def test_a_text_that_says_install_apex_gets_a_note():
     )
     assert result.todos == []
     assert len(result.notes) == 1
-    assert "install apex" in result.notes[0]
+    assert result.notes[0] == "line 4: 'Please install apex' tells users to install apex; this needs ampcompat now"
+
+
+@pytest.mark.parametrize("start", ["", "from apex import amp\n"])
+@pytest.mark.parametrize(
+    ("to", "way"), [("ampcompat", "ampcompat.install_as_apex()"), ("native", "amp.scale_loss of native_amp")]
+)
+def test_a_library_that_imports_apex_itself_gets_a_note(start, to, way):
+    code = start + "from timm.utils import *\nloss_scaler = ApexScaler()\n"
+    result = migrate_source(code, to)
+    assert result.todos == []
+    assert len(result.notes) == 1
+    assert result.notes[0].startswith(f"line {len(code.splitlines())}: timm.ApexScaler: ")
+    assert way in result.notes[0]
 
 
 def test_an_unknown_target_is_refused():
