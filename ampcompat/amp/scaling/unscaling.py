@@ -28,7 +28,6 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat.amp.half.chunks import in_chunks
 from ampcompat.amp.half.masters import Master
 from ampcompat.amp.scaling.adapter import Adapter
 from ampcompat.amp.scaling.gradients import Pending
@@ -158,7 +157,7 @@ def _in_chunks(half_gradients: HalfGradients, scale: torch.Tensor | None) -> Ite
     if copies_stay or needs_no_copies:
         return [half_gradients]
     masters = list(half_gradients)
-    chunks = in_chunks(list(half_gradients.values()))
+    chunks = _torch.in_chunks(list(half_gradients.values()))
     return [{masters[index]: half_gradients[masters[index]] for index in indices} for indices in chunks]
 
 
