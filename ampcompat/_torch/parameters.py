@@ -1,9 +1,9 @@
-"""``param.data``: an alias of a parameter that shares no version counter with it."""
+"""Writes that move no version: through ``param.data``, and of our own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -11,6 +11,15 @@ import torch
 from ampcompat._torch.patch import replace
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]
+_MOVES_VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def versions_kept() -> AbstractContextManager[object]:
+    """Context in which writes in place move the version of no tensor, as writes through ``data`` move none.
+
+    One guard for a whole list, where an alias for each tensor would cost as much as the write. Use it under ``no_grad``.
+    """
+    return torch._C._ExcludeDispatchKeyGuard(_MOVES_VERSIONS)
 
 
 def data_of(tensor: torch.Tensor) -> torch.Tensor:

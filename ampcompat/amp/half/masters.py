@@ -30,7 +30,7 @@ An element differs where ``value`` does not round to what ``half`` holds: every 
 its low bits.
 
 Which copy was written is known, not guessed. Writes in place move a tensor's version counter, and ``half.to(...)`` its
-address. Writes through ``param.data`` move neither, so each copy has a flag: whether its ``data`` was taken, and may
+address; of a half weight, both are moved by other code alone. Writes through ``param.data`` move neither, so each copy has a flag: whether its ``data`` was taken, and may
 have been written. Flags end when the master is rounded into its half weight, at the latest by the next step: a write
 through an alias from before is found by :func:`sync_all` alone. A copy whose version, address and flag tell nothing is
 not looked at, and nothing here reads the device.
@@ -208,13 +208,11 @@ class Master:
         exact = self.half.detach()
         _recast(self.half, self.dtype)
         self.value.copy_(merged(self.value, exact, self.dtype))
-        self.half.copy_(self.value)
-        self.note_pushed()
+        self.push()
 
-    @torch.no_grad()
     def push(self) -> None:
-        """Round the master into its half weight."""
-        self.half.copy_(self.value)
+        """Round the master into its half weight, whatever that holds."""
+        push_all([self])
         self.note_pushed()
 
     def rebind(self, half: torch.Tensor) -> None:
@@ -325,7 +323,7 @@ def _bring_up_to_date(masters: list[Master], pulls: bool) -> None:
     to_push = [master for master in masters if master.value_was_written]
     if pulls:
         pull_all(to_pull)
-    _push(to_push)
+    push_all(to_push)
 
 
 def pull_all(masters: Sequence[Master]) -> None:
@@ -336,30 +334,18 @@ def pull_all(masters: Sequence[Master]) -> None:
 
 
 @_torch.without_grad
-def _push(masters: list[Master]) -> None:
-    """Round masters that a script wrote, or may have written, into their half weights.
+def push_all(masters: Sequence[Master]) -> None:
+    """Round masters that an optimizer stepped, or a script wrote, into their half weights, in fused passes.
 
-    A half weight gets a new version where its master has one: a graph that holds it is not valid any more. Where the
-    master's ``data`` was only taken, it may not have been written at all, and graphs stay valid.
+    As under apex, which wrote through ``data``, the half weights keep their versions: a graph that holds them can still
+    go backward, as where a discriminator steps before the generator's loss, which it has judged, goes backward.
     """
     if not masters:
         return
-    halves = [m.half.detach() if m.value_has_moved else _torch.data_of(m.half) for m in masters]
-    _torch.foreach_copy_(halves, [m.value for m in masters])
+    with _torch.versions_kept():
+        _torch.foreach_copy_([master.half for master in masters], [master.value for master in masters])
+    # :meth:`Master.note_pushed` inline, for thousands of masters at each step, without what a push does not move.
     for master in masters:
-        master.note_pushed()
-
-
-@_torch.without_grad
-def push_all(masters: list[Master]) -> None:
-    """Round masters that an optimizer stepped into their half weights, in fused passes."""
-    if not masters:
-        return
-    _torch.foreach_copy_([m.half for m in masters], [m.value for m in masters])
-    # :meth:`Master.note_pushed` inline, for thousands of masters at each step; a step follows a sync, which has read
-    # their addresses.
-    for master in masters:
-        master.half_version = master.half._version
         master.value_version = master.value._version
         master.half_taken = not master.is_param
         master.value_taken = False
@@ -376,7 +362,7 @@ def sync_all(masters: Sequence[Master]) -> int:
     differ = [_differs(master) for master in masters if master.is_param]
     to_push = [master for master in masters if master.value_was_written]
     pull_all([master for master in masters if not master.value_was_written])
-    _push(to_push)
+    push_all(to_push)
     if not differ:
         return 0
     return int(torch.stack([flag.to(differ[0].device) for flag in differ]).sum().item())
