@@ -53,6 +53,7 @@ class CastState:
         ambient: The casts of the latest of these calls that is in force; None where none is.
         device_types: Where they hold: the device types of initialized models.
         owner: The thread that they hold in, the one that called ``initialize`` last.
+        collected_in_trace: Whether a model was collected while the compiler traced, and its casts are yet to end.
         original: Autocast's state before the first change, for undo; None while no policy casts functions.
         patches: Undo of the patches that casting needs; None while they are not installed.
         functions: Undo of the wrappers around functions that users registered.
@@ -65,6 +66,7 @@ class CastState:
     ambient: Casts | None = None
     device_types: tuple[str, ...] = ()
     owner: int = 0
+    collected_in_trace: bool = False
     original: Saved | None = None
     patches: ExitStack | None = None
     functions: ExitStack = field(default_factory=ExitStack)

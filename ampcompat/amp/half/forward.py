@@ -16,7 +16,7 @@ from ampcompat._log import say_once
 from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES
 from ampcompat.amp._amp_state import _amp_state
-from ampcompat.amp.casts.ambience import install_casting
+from ampcompat.amp.casts.ambience import install_casting, model_collected
 from ampcompat.amp.casts.contexts import Casts, CastsOff, ForwardCasts, disabled_depth, is_decided
 from ampcompat.amp.casts.trees import cast_tree, tensors_in
 from ampcompat.amp.half.devices import device_type_of, move_casts_to
@@ -111,6 +111,8 @@ class ModelPolicy:
         no_policy_casts = state.casts.original is None and not self.casts.enabled
         if no_policy_casts:  # nothing to switch off
             return forward(*args, **kwargs)
+        if state.casts.collected_in_trace:
+            model_collected()
         casts = self._casts_for(model, args)
         if casts is None:
             return forward(*args, **kwargs)
