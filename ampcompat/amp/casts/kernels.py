@@ -118,6 +118,10 @@ def _dtype_chooser(rule: Rule, device_type: str) -> Chooser | None:
     def as_given(args: tuple[Any, ...]) -> torch.dtype | None:
         return None
 
+    def wide_for_bfloat16(args: tuple[Any, ...]) -> torch.dtype | None:
+        has_bfloat16 = any(isinstance(arg, torch.Tensor) and arg.dtype == torch.bfloat16 for arg in args)
+        return torch.float32 if has_bfloat16 else None
+
     def left(args: tuple[Any, ...]) -> torch.dtype | None:
         dtype: torch.dtype = args[0].dtype
         return dtype if dtype.is_floating_point else None
@@ -126,6 +130,7 @@ def _dtype_chooser(rule: Rule, device_type: str) -> Chooser | None:
         Rule.HALF: half,
         Rule.PROMOTE: widest,
         Rule.UNCAST: as_given,
+        Rule.NO_BFLOAT16: wide_for_bfloat16,
         Rule.LEFT: left,
         Rule.INPLACE_BANNED: left,
     }
