@@ -17,7 +17,8 @@ _MOVES_VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 def versions_kept() -> AbstractContextManager[object]:
     """Context in which writes in place move the version of no tensor, as writes through ``data`` move none.
 
-    One guard for a whole list, where an alias for each tensor would cost as much as the write. Use it under ``no_grad``.
+    It costs one guard for a whole list; an alias for each tensor would cost as much as the write. Call it under
+    ``no_grad``.
     """
     return torch._C._ExcludeDispatchKeyGuard(_MOVES_VERSIONS)
 

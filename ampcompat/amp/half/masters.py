@@ -30,10 +30,10 @@ An element differs where ``value`` does not round to what ``half`` holds: every 
 its low bits.
 
 Which copy was written is known, not guessed. Writes in place move a tensor's version counter, and ``half.to(...)`` its
-address; of a half weight, both are moved by other code alone. Writes through ``param.data`` move neither, so each copy has a flag: whether its ``data`` was taken, and may
-have been written. Flags end when the master is rounded into its half weight, at the latest by the next step: a write
-through an alias from before is found by :func:`sync_all` alone. A copy whose version, address and flag tell nothing is
-not looked at, and nothing here reads the device.
+address; of a half weight, other code alone moves either. Writes through ``param.data`` move neither, so each copy has a
+flag: whether its ``data`` was taken, and may have been written. Flags end when the master is rounded into its half
+weight, at the latest by the next step: a write through an alias from before is found by :func:`sync_all` alone. A copy
+whose version, address and flag tell nothing is not looked at, and nothing here reads the device.
 
 To *push* is to round a master into its half weight, to *pull* is to take what was written to a half weight into its
 master, to *sync* is to do whichever is due. A forward only pushes (:func:`push_written`): half weights that a script

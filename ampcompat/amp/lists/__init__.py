@@ -25,5 +25,6 @@ __all__ = ["NO_BFLOAT16", "UNCAST", "functional_overrides", "tensor_overrides", 
 #: apex kept, which did not see the product inside (the positions of affine_grid).
 UNCAST = ["affine_grid", "log1p", "logsumexp", "matrix_exp", "norm_except_dim", "pinv"]
 
-#: On no list of apex: float16 is left as it is, and bfloat16, of which torch makes no complex numbers, is cast to float32.
+#: On no list of apex: run in the dtype they are given, but for bfloat16, of which torch makes no complex numbers: it is
+#: cast to float32.
 NO_BFLOAT16 = ["complex"]
