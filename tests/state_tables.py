@@ -105,8 +105,7 @@ STATE_CHANGES: Final = Table(
             "-",
             "`overflows`: none",
             "-",
-            "`value`: stepped; `half`: rounded from it; `value_version`; `value.grad`: None;"
-            " `grad_shown`: False",
+            "`value`: stepped; `half`: rounded from it; `value_version`; `value.grad`: None; `grad_shown`: False",
         ),
         (
             "`step`, skipped",
