@@ -127,9 +127,13 @@ def _refuse_in_block(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
     if open_block is None or open_block.is_plain:
         return
     if optimizer in open_block.optimizers:
+        is_scaled = open_block.scale is not None
+        gradients = "gradients are still multiplied by the loss scale there"
+        if not is_scaled:
+            gradients = "master weights get their gradients at its end"
         raise RuntimeError(
-            "optimizer.step() inside its scale_loss block - gradients are still multiplied by the loss scale there -"
-            " leave the block first: `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, then step."
+            f"optimizer.step() inside its scale_loss block - {gradients} - leave the block first: `with"
+            " amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, then step."
         )
     other = type(open_block.optimizers[0]).__name__
     raise RuntimeError(
