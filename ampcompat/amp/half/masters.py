@@ -202,8 +202,8 @@ class Master:
         warn_once(
             "master dtype",
             f"A weight that amp.initialize had cast to {self.dtype} was {self.half.dtype} - at O2 and O5 the dtype"
-            " of the model is managed by amp, so the weight is cast back - take amp.unwrap(model) for a float32 copy, or"
-            " initialize again at another opt_level.",
+            " of the model is managed by amp, so the weight is cast back - take amp.unwrap(model) for a float32 copy,"
+            " or initialize again at another opt_level.",
         )
         exact = self.half.detach()
         _recast(self.half, self.dtype)
