@@ -41,6 +41,7 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
     ),
     "scaling": (
         *(
+            "mistakes",
             "loss_scale",
             "scaler",
             "session",
