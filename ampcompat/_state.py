@@ -166,7 +166,6 @@ class State:
         masters: Index from tensors to masters.
         open_blocks: The ``scale_loss`` blocks that are open.
         pending: Scaled gradients that blocks have left; they outlive their optimizers.
-        has_scaled: Whether a loss was multiplied by a scale that is not always one.
         watch: What looks for mistakes in the first blocks; None when these are over.
         casts: The ambient casts.
         rules: The op rules that are on the dispatcher.
@@ -186,7 +185,6 @@ class State:
     masters: MasterIndex = field(default_factory=MasterIndex)
     open_blocks: list[Block] = field(default_factory=list)
     pending: list[Pending] = field(default_factory=list)
-    has_scaled: bool = False
     watch: Watch | None = None
     casts: CastState = field(default_factory=CastState)
     rules: OpRules = field(default_factory=OpRules)

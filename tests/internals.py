@@ -60,7 +60,7 @@ def sizes_of_state():
 
 def process_state():
     """What is known of gradients in the whole process, by name."""
-    names = ("open_blocks", "pending", "has_scaled", "watch")
+    names = ("open_blocks", "pending", "watch")
     return {name: getattr(state, name) for name in names}
 
 

@@ -35,7 +35,7 @@ GRADIENTS: Final = Table(
         ("end of the block raises", "cleared (None), older ones too", "cleared"),
         ("`step`", "used; dropped from masters", "unscaled, then used"),
         ("`step` after an overflow", "skipped; dropped from masters", "unscaled, then skipped"),
-        ("`step` of one of two holders", "used; masters keep them", "unscaled, then used"),
+        ("`step` of one of two holders", "used; shared masters keep them", "unscaled, then used"),
         ("`zero_grad`", "gone, with what is known of them", "gone"),
         ("`p.grad` cleared", "gone, in masters too", "gone; unscaled ones from before stay"),
         ("`p.grad` edited", "used; masters do not see it", "unscaled as they are now"),

@@ -52,6 +52,7 @@ from ampcompat._torch.autograd import (
     stashed_in_thread,
 )
 from ampcompat._torch.checkpoints import has_distributed_checkpoint, patch_distributed_checkpoint
+from ampcompat._torch.chunks import in_chunks
 from ampcompat._torch.compiler import (
     COMPILER_SEES_CACHE_FLAG,
     compile_backward_without_autocast,

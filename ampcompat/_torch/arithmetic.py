@@ -10,6 +10,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from ampcompat._torch.chunks import in_chunks
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -46,9 +48,6 @@ foreach_sub_ = torch._foreach_sub_
 fused_adam_ = torch._fused_adam_
 fused_adamw_ = torch._fused_adamw_
 fused_sgd_ = torch._fused_sgd_
-#: ``(grads, found_inf, inverse_scale)``: multiply ``grads`` (one device, one dtype, dense) in place, and set
-#: ``found_inf`` to 1 on any inf or NaN.
-unscale_and_check_ = torch._amp_foreach_non_finite_check_and_unscale_
 #: ``(scale, tracker, found_inf, growth, backoff, interval)``: the scale and the tracker that ``GradScaler.update``
 #: would leave, as new tensors on their device.
 updated_scale = torch.ops.aten._amp_update_scale.default
@@ -179,6 +178,28 @@ def any_non_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Whether one of ``tensors`` (at least one) holds an inf or NaN: a 0-dim float32 flag. No host sync."""
     held = [tensor._values() if tensor.is_sparse else tensor for tensor in tensors]
     return any_of([torch.isfinite(entries).all().logical_not().float() for entries in held])
+
+
+def unscale_and_check_(grads: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """Multiply ``grads`` in place by ``inverse_scale``, and set ``found_inf`` to 1 on any inf or NaN. No host sync.
+
+    Products are made in float32, or in the dtype of ``grads`` if that is wider, and rounded once.
+
+    Args:
+        grads: Dense tensors of one device and one real floating dtype, at least one.
+        found_inf: 0-dim float32 on their device; stays as it is where all are finite.
+        inverse_scale: 0-dim float32 on their device.
+    """
+    if grads[0].dtype != torch.bfloat16:
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale)
+        return
+    # CUDA has no such kernel for bfloat16: https://github.com/pytorch/pytorch/issues/127176
+    for indices in in_chunks(grads):
+        chunk = [grads[index] for index in indices]
+        copies = [torch.empty_like(grad, dtype=torch.float32) for grad in chunk]
+        foreach_copy_(copies, chunk)
+        torch._amp_foreach_non_finite_check_and_unscale_(copies, found_inf, inverse_scale)
+        foreach_copy_(chunk, copies)
 
 
 def inverse_of(number: torch.Tensor) -> torch.Tensor:

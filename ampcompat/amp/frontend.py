@@ -326,6 +326,9 @@ def _take_over(session: Session, objects: _Objects) -> None:
     what is not under it.
     """
     newcomers = _ids_that_come_under_amp(objects.models)
+    held = set().union(*map(_ids_held_by, objects.optimizers))
+    if not held <= newcomers:  # blocks of earlier calls may have given scaled gradients to what is not new
+        session.has_scaled = any(call.has_scaled for call in checkpoint.calls_from(state.session))
     if objects.changes:
         fsdp.apply(objects.changes)
     _cast_models(session, objects)

@@ -294,6 +294,11 @@ const std::set<std::string> WAITING = {"aten::equal", "aten::nonzero", "aten::no
                                        "aten::unique_dim", "aten::unique_consecutive", "aten::bincount"};
 const std::set<std::string> TAKES_HOST_TENSORS = {"aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_", "aten::_ctc_loss.Tensor"};
 
+// What the CPU has kernels for and CUDA does not, by its dispatch macros.
+const std::map<std::string, std::set<at::ScalarType>> LACKING = {
+    {"aten::_amp_foreach_non_finite_check_and_unscale_", {at::kBFloat16}},
+};
+
 // Calls `visit(tensor)` for each tensor among the values; what it returns takes the tensor's place.
 template <class Visit>
 IValue map_tensors(const IValue& value, Visit visit) {
@@ -378,6 +383,18 @@ struct Call {
         if (list[i].device() != all[0][i].device() && list[i].dim() > 0) other = list[i].device().str();
     }
     TORCH_CHECK(other.empty(), "Expected all tensors to be on the same device, but found at least two devices, cuda:", device, " and ", other, "! (", name, ")");
+  }
+
+  // Raise where CUDA has no kernel for the dtype of a tensor.
+  void check_dtypes() const {
+    auto lacking = LACKING.find(name);
+    if (lacking == LACKING.end()) return;
+    for (const IValue& value : given) {
+      map_tensors(value, [&](const Tensor& tensor) {
+        TORCH_CHECK_NOT_IMPLEMENTED(!lacking->second.count(tensor.scalar_type()), '"', name, "\" not implemented for '", c10::toString(tensor.scalar_type()), "'");
+        return tensor;
+      });
+    }
   }
 
   void log_kernel() const {
@@ -494,6 +511,7 @@ void any_kernel(const c10::OperatorHandle& op, Stack* stack) {
   Call call(op, Stack(stack->end() - count, stack->end()));
   stack->resize(stack->size() - count);
   call.check_devices();
+  call.check_dtypes();
   if (!call.is_view()) call.log_kernel();
   call.note_writes();
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);

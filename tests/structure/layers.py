@@ -36,11 +36,12 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
         *("cpu_convolution", "installation", "registration", "ambience"),
     ),
     "half": (
-        *("chunks", "merging", "masters", "record", "saving", "casting"),
+        *("merging", "masters", "record", "saving", "casting"),
         *("devices", "forward", "model_class", "keep_fp32", "boundary", "unwrap"),
     ),
     "scaling": (
         *(
+            "mistakes",
             "loss_scale",
             "scaler",
             "session",

@@ -47,15 +47,16 @@ def state_dict(destination: Any = None) -> Any:
 
 def scalers_from(latest: Session | None) -> list[LossScaler]:
     """The scalers of ``latest``, then those of each other call whose optimizers are alive, the later call first."""
-    calls = _calls_from(latest)
+    calls = calls_from(latest)
     if len(calls) > 1 and state.optimizers.may_hold_dropped:
         gc.collect()
         state.optimizers.may_hold_dropped = False
-        calls = _calls_from(latest)
+        calls = calls_from(latest)
     return [scaler for call in calls for scaler in call.scalers]
 
 
-def _calls_from(latest: Session | None) -> list[Session]:
+def calls_from(latest: Session | None) -> list[Session]:
+    """``latest``, then each other call whose optimizers are alive, the later one first."""
     calls = [] if latest is None else [latest]
     calls += [optimizer._amp_stash.session for optimizer in reversed(state.optimizers.listed())]
     return list(dict.fromkeys(calls))

@@ -10,14 +10,12 @@ import torch
 from ampcompat._types import Optimizer
 from ampcompat.amp.casts.contexts import Saved, restored
 from ampcompat.amp.half.masters import sync_written
-from ampcompat.amp.scaling.gradient_rules import clear_stepped
 from ampcompat.amp.scaling.gradients import pending_in
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
 from ampcompat.amp.scaling.steps import (
     announce_skip,
     finish,
     flags_of,
-    gradients_for_step,
     make_ready,
     read,
     update_weights,
@@ -44,8 +42,6 @@ def step_with_closure(
     it stops where it is, or goes back to where it was.
     """
     stash: AmpOptimizerState = optimizer._amp_stash
-    if stash.stepped:
-        clear_stepped(optimizer, stash)
     evaluations = _Evaluations(optimizer, closure, outside)
     had_blocks = bool(stash.overflows or pending_in(stash.leaves))
     if had_blocks and not _evaluates_first(optimizer):
@@ -98,7 +94,7 @@ class _Evaluations:
             if self.may_skip:
                 announce_skip(self.overflowed)
                 raise _SkipStep
-            for gradient in gradients_for_step(self._stash):
+            for gradient in self._stash.leaves.gradients():
                 gradient.zero_()
         self.may_skip = False
         return loss

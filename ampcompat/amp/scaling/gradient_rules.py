@@ -16,7 +16,7 @@ block raises                    as it began                             lost, wi
 end of the block raises         cleared (None), older ones too          cleared
 ``step``                        used; dropped from masters              unscaled, then used
 ``step`` after an overflow      skipped; dropped from masters           unscaled, then skipped
-``step`` of one of two holders  used; masters keep them                 unscaled, then used
+``step`` of one of two holders  used; shared masters keep them          unscaled, then used
 ``zero_grad``                   gone, with what is known of them        gone
 ``p.grad`` cleared              gone, in masters too                    gone; unscaled ones from before stay
 ``p.grad`` edited               used; masters do not see it             unscaled as they are now
@@ -24,8 +24,8 @@ end of the block raises         cleared (None), older ones too          cleared
 a param joins with a gradient   dropped where losses are scaled         as they are
 ==============================  ======================================  ==============================================
 
-A block takes each tensor once, also where several of its optimizers hold it. Each holder of a shared master steps with
-its gradient once; the next block of a holder that has stepped drops it for all.
+A block takes each tensor once, also where several of its optimizers hold it. The gradient of a master that several
+optimizers hold stays until it is cleared, as the gradient of a float32 weight does.
 
 apex kept lists of gradients for each optimizer (``apex/amp/_process_optimizer.py``).
 """
@@ -37,13 +37,13 @@ from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import sync_written
-from ampcompat.amp.scaling import misuse
 from ampcompat.amp.scaling.backward_methods import save_or_prepare, unscale_by_scripts
 from ampcompat.amp.scaling.device_steps import report_arrived
 from ampcompat.amp.scaling.gradients import Block, Overflow, Pending, ScaledGradients, pending_in
 from ampcompat.amp.scaling.leaves import Leaves
+from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
-from ampcompat.amp.scaling.unscaling import add_saved, drop_cleared, rescale, show_sums, unscale_new
+from ampcompat.amp.scaling.unscaling import add_saved, drop_cleared, rescale, unscale_new
 
 
 # -- a block begins ----------------------------------------------------------------------------------------------------
@@ -60,16 +60,12 @@ def begin(block: Block, delay: bool) -> None:
 
 
 def _settle_earlier_gradients(optimizer: Optimizer, are_scaled: bool) -> None:
-    """Before a block: warn of dropped gradients, drop those stepped with, forget flags of those that were cleared."""
+    """Before a block: say what the device has decided, and forget the flags of gradients that were cleared."""
     stash: AmpOptimizerState = optimizer._amp_stash
     if stash.undecided_steps:
         report_arrived(stash)
-    if stash.dropped:
-        warn_of_dropped(stash)
     if state.watch is not None and not are_scaled:
         state.watch.look_before_block(optimizer)
-    if stash.stepped:
-        clear_stepped(optimizer, stash)
     if not are_scaled and (stash.overflows or stash.suspect):
         _forget_flags_of_cleared(stash)
 
@@ -96,28 +92,11 @@ def _take_pending(block: Block) -> set[int]:
     return scaled
 
 
-def clear_stepped(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
-    """Drop the gradients of masters that an optimizer has stepped with, and that were kept for others."""
-    if state.watch is not None:
-        state.watch.look_at_shared(optimizer)
-    for master in stash.leaves.masters:
-        master.drop_gradient()
-    for other in state.optimizers.listed():
-        if other._amp_stash.stepped and not stash.leaves.ids().isdisjoint(other._amp_stash.leaves.ids()):
-            other._amp_stash.stepped = False  # what both share is gone
-
-
 def _forget_flags_of_cleared(stash: AmpOptimizerState) -> None:
     """Forget overflows of gradients where a script has cleared all of them by hand."""
     drop_cleared(stash.leaves.masters)
     if not stash.leaves.gradients():
         stash.forget_overflows()
-
-
-def warn_of_dropped(stash: AmpOptimizerState) -> None:
-    """Warn of gradients that were dropped when their params came to an optimizer; the script has not cleared them."""
-    stash.dropped.clear()
-    misuse.warn_of("scaled gradients of a later param")
 
 
 # -- it ends -----------------------------------------------------------------------------------------------------------
@@ -159,7 +138,7 @@ def _unscale(gradients: ScaledGradients, leaves: Leaves, moves_scale: bool) -> t
 
 def _suspect_other_holders(block: Block) -> None:
     """Make other optimizers that hold a leaf of ``block`` look at their gradients before they step."""
-    if not any(optimizer._amp_stash.shares for optimizer in block.optimizers):
+    if not any(optimizer._amp_stash.shared for optimizer in block.optimizers):
         return
     for other in state.optimizers.listed():
         if other not in block.optimizers and block.overlaps(other._amp_stash.leaves):
@@ -179,7 +158,6 @@ def undo_begin(block: Block) -> None:
         put_back(block)
         return
     add_saved(block.saved)
-    show_sums(block.leaves.masters, block.scale)
 
 
 def put_back(block: Block) -> None:
@@ -189,8 +167,7 @@ def put_back(block: Block) -> None:
     _clear_scaled(block.leaves)
     add_saved(block.saved)
     if block.took_pending:
-        misuse.warn_of("pending gradients lost")
-    show_sums(block.leaves.masters, block.scale)  # last: it takes memory, which may have run out
+        warn_of("pending gradients lost")
 
 
 def clear_partly_unscaled(gradients: ScaledGradients) -> None:
@@ -250,7 +227,7 @@ def prepare_masters(optimizer: Optimizer) -> None:
     if not state.open_blocks:
         for pending in pending_in(stash.leaves):
             if pending.is_unsynced:
-                misuse.warn_of("unsynced gradients read")
+                warn_of("unsynced gradients read")
             else:
                 end_pending(pending)
     sync_written(stash.leaves.masters)
@@ -267,6 +244,5 @@ def note_cleared(ids: set[int]) -> None:
             state.pending.remove(pending)
     for optimizer in state.optimizers.listed():
         stash: AmpOptimizerState = optimizer._amp_stash
-        stash.dropped -= ids
         if stash.knows_of_gradients and stash.leaves.ids() <= ids:
             stash.note_cleared()

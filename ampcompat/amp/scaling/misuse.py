@@ -1,7 +1,4 @@
-"""Mistakes that leave no trace in plain torch: each is warned of once, with the fix.
-
-Some are found where they happen. For others, a :class:`Watch` looks at the first blocks of a run, and at their steps.
-"""
+"""The watch over the first blocks of a run, and their steps: it looks for mistakes that leave no trace in plain torch."""
 
 from __future__ import annotations
 
@@ -13,62 +10,16 @@ from typing import NamedTuple
 import torch
 
 from ampcompat import _torch
-from ampcompat._log import warn_once
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import Master
 from ampcompat.amp.scaling.gradients import Block, pending_in
+from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
 from ampcompat.amp.scaling.unscaling import entries_of
 
 #: How many blocks are watched for each loss: a hook on the loss takes a tenth of a millisecond of a backward pass.
 WATCHED = 16
-
-_FIX = "write `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`"
-
-_MISTAKES = {
-    "unscaled loss in a block": "A scale_loss block whose gradients do not come from the scaled loss - they are divided"
-    " by the loss scale at its exit, and were never multiplied by it - call backward() on what the block yields, not on"
-    " the loss.",
-    "pending gradients lost": "A scale_loss block raised in its backward pass while scaled gradients of delay_unscale,"
-    " or gradients of DDP's no_sync() were waiting - they are in the same tensors as the failed ones, and are cleared"
-    " with them - start the accumulation of this step again (D31).",
-    "block without gradients": "optimizer.step() after scale_loss blocks that gave this optimizer no gradient - the"
-    f" scaled loss must be backpropagated inside the block - {_FIX}.",
-    "no block": "optimizer.step() with gradients, but no scale_loss block of this optimizer since its last step -"
-    " master weights (O2, O5) have no gradient then and stay as they are; others take a gradient as it is, of a loss"
-    f" that was not scaled, or that another optimizer's block has scaled - {_FIX}.",
-    "shared gradients dropped": "A scale_loss block of an optimizer that has stepped, while another one that shares"
-    " weights with it has yet to step with the gradients of earlier blocks - a step uses up the gradients of master"
-    " weights (O2, O5), and the gradients of shared ones make room for the new ones - step with both optimizers before"
-    " the next block, or call zero_grad() of the one that is not to step (D39).",
-    "scaled gradients of a later param": "A parameter with a gradient came to an optimizer, and no optimizer under amp"
-    " held it just before - what blocks of others have added to that gradient is multiplied by their loss scales, so it"
-    " was dropped - call zero_grad() of the model before add_param_group (or amp.initialize of a new optimizer).",
-    "scaled gradients of another block": "optimizer.step() with gradients that a scale_loss block of another optimizer"
-    " has added to (a generator's loss reaches the discriminator) - what it has added is still multiplied by the loss"
-    " scale - step before that block, give the block both optimizers: `with amp.scale_loss(loss, [optimizer_a,"
-    " optimizer_b])`, or freeze what the loss is not to train: requires_grad_(False).",
-    "unsynced gradients read": "amp.master_params while gradients of no_sync() wait for the other processes - they are"
-    " still multiplied by the loss scale, so that a clip or a norm is wrong - clip after the block that averages them.",
-    "plain gradients dropped": "A scale_loss block with half weights that have gradients already, which no block of"
-    " their optimizer gave (of a loss.backward() before it?) - master weights (O2, O5) take gradients of blocks alone,"
-    f" so they were dropped, as under apex - {_FIX}, for each loss.",
-    "half gradients edited": "Gradients of the model's half parameters changed after scale_loss (clipped, or a second"
-    " backward() outside the block?) - the optimizer steps with the float32 gradients of the masters, which did not"
-    " change - clip amp.master_params(optimizer) instead of model.parameters(), and give each loss a block of its own,"
-    " or add the losses up.",
-    "half weights written in a step": "optimizer.step() itself wrote to the model's half weights - the step ends by"
-    " writing the float32 masters to them, and what it wrote is lost - write to the parameters of"
-    " optimizer.param_groups, which are the masters; or to the model after step(), or in a hook of"
-    " optimizer.register_step_post_hook.",
-}
-
-
-def warn_of(mistake: str) -> None:
-    """Warn of ``mistake``, one of the above, the first time."""
-    warn_once(mistake, _MISTAKES[mistake])
-
 
 def watch_more(losses: int) -> None:
     """Watch the next blocks, for ``losses`` losses of a call of ``initialize``."""
@@ -162,17 +113,6 @@ class Watch:
         self._look_at_foreign(record)
         if not record.had_block:
             _look_at_plain_gradients(stash.leaves.masters, record)
-
-    def look_at_shared(self, optimizer: Optimizer) -> None:
-        """Look whether gradients that a block of ``optimizer`` drops have yet to be stepped with by others."""
-        own = optimizer._amp_stash.leaves
-        if not any(master.value.grad is not None for master in own.masters):
-            return
-        for other in state.optimizers.listed():
-            stash: AmpOptimizerState = other._amp_stash
-            waits = other is not optimizer and self._record_of(other).had_gradients and not stash.stepped
-            if waits and not own.ids().isdisjoint(stash.leaves.ids()):
-                warn_of("shared gradients dropped")
 
     def look_at_loss(self, block: Block, scaled: torch.Tensor) -> None:
         """Follow the backward passes of the ``scaled`` loss of ``block``."""

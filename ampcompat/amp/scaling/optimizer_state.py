@@ -19,6 +19,7 @@ from ampcompat._types import HALF_DTYPES, Optimizer
 from ampcompat.amp.scaling.exchange import adopt_masters, match_state
 from ampcompat.amp.scaling.gradients import Overflow, open_block_of, pending_in
 from ampcompat.amp.scaling.leaves import Leaves
+from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session
 from ampcompat.amp.scaling.unscaling import add_saved
@@ -39,14 +40,12 @@ class AmpOptimizerState:
         session: The call of ``initialize`` that owns it.
         groups: The params of each group, as last looked up.
         leaves: Masters of these params, and params without a master.
-        shares: Whether another optimizer holds one of these leaves, too.
+        shared: Ids of the leaves that another optimizer holds, too.
         overflows: Flags of blocks since the last step, most of them not set; one that is set skips the next.
         suspect: Whether the next step looks at its gradients itself, since a skipped step or another optimizer's block
             may have left some that are not finite.
-        stepped: Whether it has stepped with gradients that its masters keep for optimizers that share them.
         skipped: Whether the last step was skipped; None before the first step, and while only the device knows.
         undecided_steps: Steps that the device decided about, oldest first (see ``device_steps``).
-        dropped: Ids of params whose gradient was dropped as they joined: warned of, unless the script clears them too.
         part: The leaves that ``_post_amp_backward`` unscales while a block calls a script's own; None: all.
         saved_grads_taken: Whether a script's own ``_post_amp_backward`` has asked for saved gradients, to add them
             itself.
@@ -55,13 +54,11 @@ class AmpOptimizerState:
     session: Session
     groups: list[list[torch.Tensor]] = field(default_factory=list)
     leaves: Leaves = field(default_factory=Leaves)
-    shares: bool = False
+    shared: Set[int] = frozenset()
     overflows: list[Overflow] = field(default_factory=list)
     suspect: bool = False
-    stepped: bool = False
     skipped: bool | None = None
     undecided_steps: list[list[FlagCopy]] = field(default_factory=list)
-    dropped: set[int] = field(default_factory=set)
     part: Leaves | None = None
     saved_grads_taken: bool = False
 
@@ -75,7 +72,7 @@ class AmpOptimizerState:
     @property
     def knows_of_gradients(self) -> bool:
         """Whether anything is known of the gradients that ends when they are cleared."""
-        return bool(self.overflows or self.suspect or self.stepped)
+        return bool(self.overflows or self.suspect)
 
     # -- events --------------------------------------------------------------------------------------------------------
     def note_overflows(self, overflows: Sequence[Overflow]) -> None:
@@ -92,8 +89,6 @@ class AmpOptimizerState:
     def note_cleared(self) -> None:
         """Note that all gradients were cleared or zeroed."""
         self.forget_overflows()
-        self.stepped = False
-        self.dropped.clear()
 
     def note_step(self, skipped: bool | None) -> None:
         """Note that the optimizer has stepped, or was skipped; None: the device knows."""
@@ -101,18 +96,17 @@ class AmpOptimizerState:
         self.session.steps += 1
 
     def drop_used_gradients(self, skipped: bool | None) -> None:
-        """Drop the gradients of masters after a step; where another optimizer shares any leaf, keep all and note it.
+        """Drop the gradients of masters after a step.
 
-        Gradients of other tensors stay, as in plain torch. After a skipped step, the next one looks at them.
+        Gradients of tensors without a master stay, as in plain torch; so do those of masters that another optimizer
+        shares. After a skipped step, the next one looks at them.
         """
         may_have_overflowed = self.suspect or bool(self.overflows)
         self.suspect = may_have_overflowed and skipped is not False
         self.overflows = []
-        if self.shares:
-            self.stepped = True
-            return
         for master in self.leaves.masters:
-            master.drop_gradient()
+            if id(master.half) not in self.shared:
+                master.drop_gradient()
 
     # -- what it holds -------------------------------------------------------------------------------------------------
     @_torch.eager
@@ -239,7 +233,7 @@ def follow_groups(unscaled: Set[int] = frozenset()) -> None:
     """Follow the groups of all optimizers under amp where they have changed: a tensor may have gone to another.
 
     A tensor that comes to an optimizer, and that none held, may have a gradient: blocks give gradients to every tensor
-    of a loss, and unscale the ones of their own optimizers. Where losses are scaled, such a gradient is dropped.
+    of a loss, and unscale the ones of their own optimizers. Where losses were scaled, such a gradient is dropped.
 
     Args:
         unscaled: Ids of tensors that no block can have reached, in models that come under amp now.
@@ -253,23 +247,20 @@ def follow_groups(unscaled: Set[int] = frozenset()) -> None:
         if stash._is_up_to_date(optimizer):
             continue
         stash.adopt(optimizer)
-        if not state.has_scaled:
-            continue
-        stash.suspect = True  # an overflow may have left gradients of what it holds now
-        stash.dropped |= _drop_gradients(stash.leaves.part(stash.leaves.ids() - known))
+        if stash.session.has_scaled:
+            stash.suspect = True  # an overflow may have left gradients of what it holds now
+            _drop_gradients(stash.leaves.part(stash.leaves.ids() - known))
     _note_shared(optimizers)
 
 
-def _drop_gradients(newcomers: Leaves) -> set[int]:
-    """Drop the gradients of ``newcomers``; return the ids of the model's tensors that had one."""
-    dropped = set()
+def _drop_gradients(newcomers: Leaves) -> None:
+    """Drop the gradients of ``newcomers``, with a warning if there are any."""
     for master in newcomers.masters:
         master.drop_gradient()
     for leaf in newcomers.tensors():
         if leaf.grad is not None:
             leaf.grad = None
-            dropped.add(id(leaf))
-    return dropped
+            warn_of("scaled gradients of a later param")
 
 
 def _note_shared(optimizers: list[Optimizer]) -> None:
@@ -279,4 +270,4 @@ def _note_shared(optimizers: list[Optimizer]) -> None:
         for key in optimizer._amp_stash.leaves.ids():
             holders[key] = holders.get(key, 0) + 1
     for optimizer in optimizers:
-        optimizer._amp_stash.shares = any(holders[key] > 1 for key in optimizer._amp_stash.leaves.ids())
+        optimizer._amp_stash.shared = {key for key in optimizer._amp_stash.leaves.ids() if holders[key] > 1}

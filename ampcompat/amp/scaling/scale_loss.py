@@ -182,8 +182,9 @@ class ScaleLoss:
         scaler = self.scaler
         scaled = scaler.scale_loss(self.loss)
         block.scale = scaler.scale
-        if scaler.dynamic or scaler.initial_scale != 1.0:
-            state.has_scaled = True
+        if not scaler.is_one:
+            for optimizer in self.optimizers:
+                optimizer._amp_stash.session.has_scaled = True
         del self.loss  # so that it is freed when the script drops it
         if state.watch is not None:
             state.watch.look_at_loss(block, scaled)

@@ -39,6 +39,8 @@ class Session:
         by_init: Whether ``amp.init`` made it.
         has_models: Whether it was given models: its casts outside of them end with the last of these.
         steps: Of all its optimizers, skipped ones included.
+        has_scaled: Whether its blocks may have given tensors of its optimizers scaled gradients: a loss was multiplied
+            by a scale that is not always one. The call takes this over from earlier calls with the same models.
         enabled: False of ``initialize(enabled=False)``, which owns nothing.
         policy: How its models run.
         casting: Its policy, and the policies of other calls that cast functions because this one does.
@@ -52,6 +54,7 @@ class Session:
     by_init: bool = False
     has_models: bool = False
     steps: int = 0
+    has_scaled: bool = False
     enabled: bool = field(init=False)
     policy: ModelPolicy = field(init=False)
     casting: list[ModelPolicy] = field(init=False)

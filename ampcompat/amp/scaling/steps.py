@@ -18,7 +18,7 @@ from ampcompat.amp.half.masters import Master, push_all, sync_written
 from ampcompat.amp.half.record import check_replaced
 from ampcompat.amp.observers import notify
 from ampcompat.amp.scaling.device_steps import announce, report_all, report_arrived, skips_on_device, step_with_flags
-from ampcompat.amp.scaling.gradient_rules import end_pending, warn_of_dropped
+from ampcompat.amp.scaling.gradient_rules import end_pending
 from ampcompat.amp.scaling.gradients import Overflow, pending_in
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
 from ampcompat.amp.scaling.unscaling import any_non_finite, drop_cleared
@@ -29,7 +29,7 @@ R = TypeVar("R")
 @_torch.eager
 def needs_no_amp(stash: AmpOptimizerState) -> bool:
     """Whether torch's own step is all there is to do: nothing is scaled, and there are no masters."""
-    has_to_look = stash.overflows or stash.suspect or stash.undecided_steps or stash.dropped
+    has_to_look = stash.overflows or stash.suspect or stash.undecided_steps
     return not (stash.leaves.masters or has_to_look or state.pending or state.watch)
 
 
@@ -71,8 +71,6 @@ def make_ready(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
         end_pending(pending)
     if stash.undecided_steps:
         report_arrived(stash)
-    if stash.dropped:
-        warn_of_dropped(stash)
     masters = stash.leaves.masters
     if masters:
         drop_cleared(masters)
@@ -82,18 +80,13 @@ def make_ready(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
         state.watch.look_before_step(optimizer)
 
 
-def gradients_for_step(stash: AmpOptimizerState) -> list[torch.Tensor]:
-    """The gradients that a step of the optimizer uses."""
-    return stash.leaves.gradients(with_masters=not stash.stepped)
-
-
 # -- overflows ---------------------------------------------------------------------------------------------------------
 @_torch.eager
 def flags_of(stash: AmpOptimizerState) -> list[Overflow]:
     """The flags any of which skips the next step."""
     if not stash.suspect:
         return stash.overflows
-    gradients = gradients_for_step(stash)
+    gradients = stash.leaves.gradients()
     if not gradients:
         return stash.overflows
     return [*stash.overflows, Overflow(None, any_non_finite(gradients))]
@@ -130,20 +123,15 @@ def update_weights(
     if not stash.leaves.masters:
         return original(*args, **kwargs)
     masters = stash.leaves.masters
-    hidden = _hide_gradients(stash) if stash.stepped else {}
     if state.watch is not None:
         state.watch.look_before_update(masters)
-    try:
-        if not _torch.has_step_hooks(optimizer):
-            result = original(*args, **kwargs)
-            push(masters)
-            return result
-        sync = functools.partial(sync_written, masters)
-        with _torch.around_update(optimizer, before=sync, after=functools.partial(push, masters), later=sync):
-            return original(*args, **kwargs)
-    finally:
-        for value, grad in hidden.items():
-            value.grad = grad
+    if not _torch.has_step_hooks(optimizer):
+        result = original(*args, **kwargs)
+        push(masters)
+        return result
+    sync = functools.partial(sync_written, masters)
+    with _torch.around_update(optimizer, before=sync, after=functools.partial(push, masters), later=sync):
+        return original(*args, **kwargs)
 
 
 @_torch.eager
@@ -152,14 +140,6 @@ def push(masters: list[Master]) -> None:
     if state.watch is not None:
         state.watch.look_after_update(masters)
     push_all(masters)
-
-
-def _hide_gradients(stash: AmpOptimizerState) -> dict[torch.Tensor, torch.Tensor | None]:
-    """Take away the gradients of masters that the optimizer has stepped with already."""
-    hidden = {master.value: master.value.grad for master in stash.leaves.masters}
-    for value in hidden:
-        value.grad = None
-    return hidden
 
 
 # -- after it ----------------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ it ends (:func:`unscale_new`)         2048, until it is cleared                 
 second block begins                   None                                        2
 after ``backward``                    3072                                        2
 it ends                               3072: this pass alone                       5
-or it gave this weight no gradient    2048: the sum, shown scaled                 2
-or its body raised                    2048: the sum, shown scaled                 2
+or it gave this weight no gradient    None                                        2
+or its body raised                    None                                        2
 ``step``, made or skipped             as it is, until it is cleared               None
 ====================================  ==========================================  =====================================
 
@@ -21,14 +21,13 @@ added to it at the end: 2048, 2, None, 3072, 5.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 from operator import attrgetter
 
 import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat.amp.half.chunks import in_chunks
 from ampcompat.amp.half.masters import Master
 from ampcompat.amp.scaling.adapter import Adapter
 from ampcompat.amp.scaling.gradients import Pending
@@ -117,7 +116,6 @@ def unscale_new(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) 
             _share_overflow(adapter, scaler, leaves.direct)
     if len(half_gradients) < len(masters):
         drop_cleared(masters)  # a script may zero gradients in the block, and then clear some
-        show_sums(masters, scale)
     return has_new_grads
 
 
@@ -158,7 +156,7 @@ def _in_chunks(half_gradients: HalfGradients, scale: torch.Tensor | None) -> Ite
     if copies_stay or needs_no_copies:
         return [half_gradients]
     masters = list(half_gradients)
-    chunks = in_chunks(list(half_gradients.values()))
+    chunks = _torch.in_chunks(list(half_gradients.values()))
     return [{masters[index]: half_gradients[masters[index]] for index in indices} for indices in chunks]
 
 
@@ -214,17 +212,6 @@ def _can_add_half(half_gradients: HalfGradients) -> bool:
         return False
     accumulated = [master.value.grad for master in half_gradients]
     return all(grad is not None and not grad.is_sparse for grad in accumulated)
-
-
-def show_sums(masters: Sequence[Master], scale: torch.Tensor | None) -> None:
-    """Show in the model, where there is no gradient, what its master has accumulated; a script may clear it there."""
-    for master in masters:
-        grad = master.value.grad
-        if grad is None or master.half.grad is not None:
-            continue
-        scaled = grad if scale is None else grad * scale.to(grad.device)
-        master.half.grad = scaled.to(master.dtype)
-        master.grad_shown = True
 
 
 def drop_cleared(masters: Iterable[Master]) -> None:

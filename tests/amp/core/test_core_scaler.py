@@ -1,13 +1,16 @@
 """The loss scaler against a plain Python reference."""
 
 import dataclasses
+import math
 import random
 
 import pytest
 import torch
-from core_kit import Net, backward, start, train
+from core_kit import Net, backward, masters, net, same, start, train
 from counting import Counter
 from internals import delayed_overflow_flags, keep_few_flags, overflow_flags
+from seeded import seeded
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import amp
 from ampcompat.amp.scaler import LossScaler
@@ -161,6 +164,66 @@ def test_gradients_of_any_dtype_are_unscaled_and_checked(dtype):
     assert scaler.update_scale() is False
     scaler.unscale_grads([torch.full((1,), float("nan"), dtype=dtype), grad])
     assert scaler.update_scale() is True
+
+
+class KernelsOfCuda(TorchDispatchMode):
+    """Refuses on any device what CUDA refuses: its kernel that unscales takes no bfloat16."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
+            assert all(grad.dtype != torch.bfloat16 for grad in args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scale", [3.0, 2.0**16])
+def test_bfloat16_gradients_are_unscaled_by_kernels_that_cuda_has(scale):
+    grads = [torch.randn(size, generator=seeded(size)).bfloat16() for size in range(1, 40)]
+    grads.append(torch.randn(6, 8, generator=seeded(0)).bfloat16().t())  # strides of a transposed weight
+    want = [(grad.float() * (1 / torch.tensor(scale))).bfloat16() for grad in grads]
+    scaler = LossScaler("dynamic", init_scale=scale)
+    with KernelsOfCuda(), Counter() as counter:
+        scaler.unscale_grads(grads)
+    assert same(grads, want)
+    assert grads[-1].stride() == want[-1].stride()
+    assert counter.syncs == 0
+    assert counter.ops < 2 * len(grads)  # an empty copy for each, and few passes over them all
+    assert scaler.update_scale() is False
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("place", [0, 20, 39])
+def test_an_overflow_in_any_bfloat16_gradient_is_found(place, number):
+    grads = [torch.ones(size + 1, dtype=torch.bfloat16) for size in range(40)]
+    grads[place][-1] = number
+    scaler = LossScaler("dynamic")
+    with KernelsOfCuda():
+        scaler.unscale_grads(grads)
+    assert scaler.update_scale() is True
+
+
+IN_BFLOAT16 = {"cast_model_type": torch.bfloat16}
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamic", 2.0**14])
+@pytest.mark.parametrize(
+    ("level", "options"),
+    [("O3", IN_BFLOAT16), ("O5", {"master_weights": False}), ("O1", {})],
+    ids=["O3 in bfloat16", "O5 without masters", "a bfloat16 parameter at O1"],
+)
+def test_training_in_bfloat16_with_a_loss_scale(level, options, loss_scale, monkeypatch):
+    """Scales are powers of two that no gradient of a half is too small for: no bit of a weight depends on them."""
+    monkeypatch.setattr(amp._amp_state, "allow_incoming_model_not_fp32", True)
+    weights = []
+    for scale in (loss_scale, 2.0**15):
+        model = net()
+        if level == "O1":
+            model.b.bfloat16()
+        model, optimizer = start(level, model=model, loss_scale=scale, **options)
+        with KernelsOfCuda():
+            train(model, optimizer)
+        weights.append(masters(optimizer))
+    assert same(*weights)
+    assert any(weight.dtype == torch.bfloat16 for weight in weights[0])
 
 
 def test_mixed_dtypes_in_one_pass():
