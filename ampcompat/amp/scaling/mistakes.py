@@ -37,6 +37,10 @@ _MISTAKES = {
     " backward() outside the block?) - the optimizer steps with the float32 gradients of the masters, which did not"
     " change - clip amp.master_params(optimizer) instead of model.parameters(), and give each loss a block of its own,"
     " or add the losses up.",
+    "half gradients assigned": "Gradients of the model's half parameters are other tensors than scale_loss has left"
+    " (param.grad = saved, or a backward() outside the block after they were cleared?) - the optimizer steps with the"
+    " float32 gradients of the masters, and the next block drops those of half parameters - save and restore the"
+    " gradients of amp.master_params(optimizer), and give each loss a block of its own.",
     "half weights written in a step": "optimizer.step() itself wrote to the model's half weights - the step ends by"
     " writing the float32 masters to them, and what it wrote is lost - write to the parameters of"
     " optimizer.param_groups, which are the masters; or to the model after step(), or in a hook of"

@@ -205,12 +205,17 @@ class Watch:
     # -- both ----------------------------------------------------------------------------------------------------------
     def _look_at_edits(self, record: _Record) -> None:
         """Warn where half gradients of ``record`` were written after their block."""
-        suspects = [
-            master
-            for master, (key, version) in record.half_gradients.items()
-            if (grad := master.half.grad) is not None and (id(grad) != key or grad._version != version)
-        ]
-        if record.sample is not None and not suspects:
+        assigned: list[Master] = []
+        edited: list[Master] = []
+        for master, (key, version) in record.half_gradients.items():
+            grad = master.half.grad
+            if grad is None:
+                continue
+            if id(grad) != key:
+                assigned.append(master)
+            elif grad._version != version:
+                edited.append(master)
+        if record.sample is not None and not assigned and not edited:
             self._comparisons.append(_comparison(*record.sample))
         record.half_gradients = {}
         record.sample = None
@@ -218,7 +223,9 @@ class Watch:
             was_edited = self._comparisons.pop(0).read()[0]
             if was_edited:
                 warn_of("half gradients edited")
-        if not all(map(_is_zeroed, suspects)):
+        if not all(map(_is_zeroed, assigned)):
+            warn_of("half gradients assigned")
+        if not all(map(_is_zeroed, edited)):
             warn_of("half gradients edited")
 
     def _look_at_foreign(self, record: _Record) -> None:
