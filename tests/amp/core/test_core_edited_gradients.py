@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from ampcompat import amp
 
-EDITED = "Gradients of the model's half parameters (changed after scale_loss|are other tensors than scale_loss has left)"
+EDITED = "Gradients of the model's half parameters (changed after scale_loss|are other tensors than scale_loss)"
 
 
 def momentum(model):
