@@ -286,7 +286,13 @@ def float32_copies(tensors: list[torch.Tensor], like: list[torch.Tensor]) -> lis
 
 
 def sum_of(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a + b``, in place in ``a`` where it can be: ``a`` may be a window into a DDP bucket. Either may be sparse."""
+    """``a + b``, in place in ``a`` where it can be: ``a`` may be a window into a DDP bucket. Either may be sparse.
+
+    Where one of them has a graph, of ``backward(create_graph=True)``, the sum has one.
+    """
+    if a.requires_grad or b.requires_grad:
+        with torch.enable_grad():
+            return a + b
     if a.is_sparse and b.is_sparse:
         # Joined and coalesced, not added: the CPU adds no half sparse tensors.
         indices = torch.cat([a._indices(), b._indices()], 1)

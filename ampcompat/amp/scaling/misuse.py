@@ -255,7 +255,7 @@ def _remember_half_gradients(record: _Record, masters: Sequence[Master]) -> None
     dense = [master for master in shown if not master.half.grad.is_sparse]  # type: ignore[union-attr]
     if dense:
         smallest = min(dense, key=lambda master: master.half.numel())
-        record.sample = (smallest, smallest.half.grad.clone())  # type: ignore[union-attr]
+        record.sample = (smallest, smallest.half.grad.detach().clone())  # type: ignore[union-attr]
 
 
 def _comparison(master: Master, before: torch.Tensor) -> _torch.HostCopy:

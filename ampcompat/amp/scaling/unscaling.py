@@ -28,6 +28,7 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
+from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.half.masters import Master
 from ampcompat.amp.scaling.adapter import Adapter
 from ampcompat.amp.scaling.gradients import Pending
@@ -37,6 +38,7 @@ from ampcompat.amp.scaling.scaler import LossScaler
 HalfGradients = dict[Master, torch.Tensor]  # by the master that they belong to
 _GRAD = attrgetter("grad")
 _IS_SPARSE = attrgetter("is_sparse")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 # -- before a backward pass --------------------------------------------------------------------------------------------
@@ -77,14 +79,26 @@ def rescale(gradients: Pending, scaler: LossScaler) -> None:
     if before is None or is_one or before is scaler.scale:
         return
     tensors = gradients.leaves.tensors()
-    scaled = [entries_of(param.grad) for param in tensors if param.grad is not None]
+    scaled: list[torch.Tensor] = []
+    for param in tensors:
+        if param.grad is None:
+            continue
+        if param.grad.requires_grad:  # of backward(create_graph=True): it keeps its graph
+            param.grad = param.grad * _ratio(scaler, before, param.device)
+        else:
+            scaled.append(entries_of(param.grad))
     if state.adapters:
         scaled = list(map(_torch.local_part, scaled))
     for adapter in state.adapters:
         scaled += adapter.unsynced_gradients(tensors)
     with torch.no_grad():
         for grad in scaled:
-            grad.mul_(scaler.scale_on(grad.device) / before.to(grad.device, non_blocking=True))
+            grad.mul_(_ratio(scaler, before, grad.device))
+
+
+def _ratio(scaler: LossScaler, before: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """What brings gradients at the scale ``before`` to the scale of ``scaler``."""
+    return scaler.scale_on(device) / before.to(device, non_blocking=True)
 
 
 # -- after a backward pass ---------------------------------------------------------------------------------------------
@@ -105,6 +119,10 @@ def unscale_new(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) 
     if state.adapters:
         direct_grads = list(map(_torch.local_part, direct_grads))
     has_new_grads = bool(half_gradients or direct_grads)
+    if any(map(_REQUIRES_GRAD, half_gradients.values())) or any(map(_REQUIRES_GRAD, direct_grads)):
+        _unscale_in_graph(leaves, scaler, scale)
+        half_gradients = {master: grad for master, grad in half_gradients.items() if not grad.requires_grad}
+        direct_grads = [grad for grad in direct_grads if not grad.requires_grad]
     if half_gradients:
         for chunk in _in_chunks(half_gradients, scale):
             _add_to_masters(chunk, direct_grads, scaler, scale)
@@ -117,6 +135,41 @@ def unscale_new(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) 
     if len(half_gradients) < len(masters):
         drop_cleared(masters)  # a script may zero gradients in the block, and then clear some
     return has_new_grads
+
+
+@torch.enable_grad()
+def _unscale_in_graph(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) -> None:
+    """Unscale the gradients of ``leaves`` that require a gradient themselves: ``backward(create_graph=True)``.
+
+    They are divided inside their graph, so that what is differentiated through ``p.grad`` is not scaled. Those of half
+    weights are added to their masters', which then lead to the half weights. apex divided outside the graph.
+    """
+    grads: list[torch.Tensor] = []
+    for param in leaves.direct:
+        grad = param.grad
+        if grad is not None and grad.requires_grad:
+            grads.append(grad)
+            param.grad = _divided(grad, scale).to(param.dtype)
+    for master in leaves.masters:
+        grad = master.half.grad
+        if grad is not None and grad.requires_grad:
+            grads.append(grad)
+            unscaled = _divided(grad, scale)
+            if unscaled.stride() != master.value.stride():
+                unscaled = torch.empty_like(master.value, requires_grad=False).copy_(unscaled)
+            accumulated = master.value.grad
+            master.value.grad = unscaled if accumulated is None else accumulated + unscaled
+            master.grad_shown = True
+    if scale is not None:
+        scaler.add_found_inf(_torch.any_non_finite(grads))
+
+
+def _divided(grad: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """``grad`` divided by ``scale``, in float32 where it is half; as it is where there is no scale."""
+    wide = grad.float() if grad.dtype in HALF_DTYPES else grad
+    if scale is None:
+        return wide
+    return wide * _torch.inverse_of(scale.to(grad.device, non_blocking=True))
 
 
 def add_saved(saved: dict[torch.Tensor, torch.Tensor]) -> None:

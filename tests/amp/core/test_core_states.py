@@ -281,7 +281,7 @@ def step_after_an_overflow(run):
 
 
 def step_of_one_of_two_holders(run):
-    """Another optimizer holds the same weights: it uses their gradients as well, and they stay until they are cleared."""
+    """Another optimizer holds the same weights: it uses their gradients as well; they stay until they are cleared."""
     other = torch.optim.SGD([run.model[0].weight, run.model[1].weight], lr=2.0)
     amp.initialize([], other, opt_level=run.level, verbosity=0)
     run.step_uses(run.own)

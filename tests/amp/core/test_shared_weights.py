@@ -116,7 +116,7 @@ def test_an_optimizer_that_never_steps_doubles_no_gradient(waits):
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_gradients_that_are_cleared_by_hand_between_two_steps(level):
-    """Of weights that two optimizers hold, one of which has stepped: what was cleared is gone, what came since stays."""
+    """Of weights that two optimizers hold, one of which has stepped: what was cleared is gone, what came later stays."""
     torch.manual_seed(0)
     model = nn.Linear(4, 2, bias=False)
     a, b = (torch.optim.SGD(model.parameters(), lr=0.0) for _ in range(2))
