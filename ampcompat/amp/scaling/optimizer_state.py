@@ -47,6 +47,8 @@ class AmpOptimizerState:
         skipped: Whether the last step was skipped; None before the first step, and while only the device knows.
         undecided_steps: Steps that the device decided about, oldest first (see ``device_steps``).
         part: The leaves that ``_post_amp_backward`` unscales while a block calls a script's own; None: all.
+        known_step: The optimizer's own ``step`` attribute, as last looked up.
+        is_stepping: Whether a step runs that a script has put in the place of ours, and that ours is wrapped around.
         saved_grads_taken: Whether a script's own ``_post_amp_backward`` has asked for saved gradients, to add them
             itself.
     """
@@ -60,6 +62,8 @@ class AmpOptimizerState:
     skipped: bool | None = None
     undecided_steps: list[list[FlagCopy]] = field(default_factory=list)
     part: Leaves | None = None
+    known_step: object = None
+    is_stepping: bool = False
     saved_grads_taken: bool = False
 
     lazy_init_called = True  # apex's name: masters exist from ``initialize`` on
@@ -111,9 +115,11 @@ class AmpOptimizerState:
     # -- what it holds -------------------------------------------------------------------------------------------------
     @_torch.eager
     def look_up(self, optimizer: Optimizer) -> None:
-        """Follow the groups of ``optimizer`` where they have changed."""
+        """Follow the groups of ``optimizer``, and its ``step``, where they have changed."""
         if not self._is_up_to_date(optimizer):
             follow_groups()
+        if vars(optimizer).get("step") is not self.known_step:
+            optimizer._amp_follow_step()
 
     def _is_up_to_date(self, optimizer: Optimizer) -> bool:
         """Whether the groups hold the very params that they held when they were last looked up."""
