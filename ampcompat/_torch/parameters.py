@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
+from ampcompat._torch.dispatcher import keys_excluded
 from ampcompat._torch.patch import replace
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]
-_MOVES_VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
-
-def versions_kept() -> AbstractContextManager[object]:
-    """Context in which writes in place move the version of no tensor, as writes through ``data`` move none.
-
-    It costs one guard for a whole list; an alias for each tensor would cost as much as the write. Call it under
-    ``no_grad``.
-    """
-    return torch._C._ExcludeDispatchKeyGuard(_MOVES_VERSIONS)
+#: ``with versions_kept():`` writes in place move the version of no tensor, as writes through ``data`` move none. One guard
+#: for a whole list; an alias for each tensor would cost as much as the write. For code under ``no_grad``.
+versions_kept = keys_excluded("ADInplaceOrView")
 
 
 def data_of(tensor: torch.Tensor) -> torch.Tensor:

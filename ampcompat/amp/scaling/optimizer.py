@@ -218,7 +218,7 @@ def _look_up(optimizer: Optimizer) -> None:
 
 
 # -- methods beside these ----------------------------------------------------------------------------------------------
-#: By apex's private names, but for the first two. Blocks call the last two, once a script has put its own in their place.
+#: By apex's private names, but for the first two. Blocks call the last two once a script has put its own in their place.
 _METHODS: dict[str, Callable[..., Any]] = {
     "_amp_prepare_masters": gradient_rules.prepare_masters,
     "_amp_follow_step": _follow_step,
