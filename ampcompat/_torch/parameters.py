@@ -13,8 +13,8 @@ from ampcompat._torch.patch import replace
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]
 
-#: ``with versions_kept():`` writes in place move the version of no tensor, as writes through ``data`` move none. One guard
-#: for a whole list; an alias for each tensor would cost as much as the write. For code under ``no_grad``.
+#: ``with versions_kept():`` writes in place move the version of no tensor, as writes through ``data`` move none. It is
+#: one guard for a list; an alias for each tensor would cost as much as the write. For code under ``no_grad``.
 versions_kept = keys_excluded("ADInplaceOrView")
 
 

@@ -57,10 +57,7 @@ class Policy(Protocol):
     """What casting needs from a model's policy, ``model._amp_policy``."""
 
     casts: Casts
-
-    @property
-    def half_dtype(self) -> torch.dtype | None:
-        """The half dtype that weights were cast to."""
+    half_dtype: torch.dtype | None  # what weights were cast to
 
 
 # -- ambient casts -----------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def _wrap(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[
 
 
 #: The code that all wrappers share: the compiler goes by it, too.
-_WRAPPER_CODE = _torch.skip_compile_of_frame(_wrap(print, print)).__code__  # type: ignore[attr-defined]
+_WRAPPER_CODE = _torch.skip_compile_of_frame(_wrap(print, print)).__code__
 
 
 # -- step --------------------------------------------------------------------------------------------------------------
@@ -218,7 +218,8 @@ def _look_up(optimizer: Optimizer) -> None:
 
 
 # -- methods beside these ----------------------------------------------------------------------------------------------
-#: By apex's private names, but for the first two. Blocks call the last two once a script has put its own in their place.
+#: By apex's private names, but for the first two. Blocks call the last two once a script has put its own in place of
+#: them.
 _METHODS: dict[str, Callable[..., Any]] = {
     "_amp_prepare_masters": gradient_rules.prepare_masters,
     "_amp_follow_step": _follow_step,
