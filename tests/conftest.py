@@ -24,6 +24,13 @@ DIVERGENCES = {
 }
 
 
+#: What torch says once a process on a real device, in whichever test comes first; nothing is wrong where it does.
+WARNINGS_OF_CUDA = (
+    "Attempting to run cuBLAS, but there was no current CUDA context",  # the first kernel of a thread
+    "Sparse invariant checks are implicitly disabled",  # by CUDA's coalesce(), which checks none on the CPU either
+)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options that run the tests on CUDA devices, on real ones or on those of ``accelerator/``."""
     parser.addoption(
@@ -46,6 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
 
         torch.set_default_device("cuda")
+        for warning in WARNINGS_OF_CUDA:
+            config.addinivalue_line("filterwarnings", f"ignore:{warning}")
     config.pluginmanager.import_plugin("torch_left_as_found")
 
 

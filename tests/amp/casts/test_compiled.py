@@ -9,6 +9,7 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from internals import reset
+from real_cuda import assert_equal_but_for_rounding
 from torch import nn
 
 from ampcompat.amp import disable_casts, initialize, register_float_function, scale_loss
@@ -80,6 +81,10 @@ def trained(model, forward, optimizer, x):
     return out.detach(), grads
 
 
+#: cuDNN's convolutions and the fused attention sum gradients in any order, in half: a few roundings of the largest.
+FLASH_AND_CUDNN = 8 * torch.finfo(torch.float16).eps
+
+
 @pytest.mark.cover(1)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("kind", [MLP, ConvNet, Attention])
@@ -97,11 +102,10 @@ def test_fullgraph_equals_eager(kind, level):
         x = torch.randn(4, 8)
         want, want_grads = trained(eager, eager, optimizers[0], x)
         got, got_grads = trained(compiled, fast, optimizers[1], x)
-        assert got.dtype == want.dtype
-        assert torch.equal(got, want)
+        assert_equal_but_for_rounding(got, want, FLASH_AND_CUDNN)
         assert len(got_grads) == len(want_grads)
         for a, b in zip(got_grads, want_grads, strict=True):
-            assert torch.equal(a, b)
+            assert_equal_but_for_rounding(a, b, FLASH_AND_CUDNN)
     assert frames.frame_count == 1, "recompiled, though only data changed"
 
 
