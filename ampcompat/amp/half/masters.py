@@ -333,11 +333,13 @@ def push_all(masters: Sequence[Master]) -> None:
         return
     halves = []
     values = []
+    versions = []
     for master in masters:
         halves.append(master.half)
         values.append(master.value)
-    with _torch.versions_kept():
-        _torch.foreach_copy_(halves, values)
+        versions.append(master.half._version)
+    _torch.foreach_copy_(halves, values)
+    _torch.set_versions(halves, versions)
     # :meth:`Master.note_pushed` inline, for thousands of masters at each step, without what a push does not move.
     for master in masters:
         master.value_version = master.value._version
