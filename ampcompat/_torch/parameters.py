@@ -22,8 +22,8 @@ def _set_versions_one_by_one(tensors: list[torch.Tensor], versions: list[int]) -
 
 _TAKES_LISTS: Final = "arg0: torch.Tensor," not in str(_set_version.__doc__)  # not in torch 2.4
 #: ``(tensors, versions)``: set the versions of tensors, as from before a write that is to move none, like one through
-#: ``data``. Cheaper than to write to an alias of each; and to exclude dispatch keys would not do, since kernels of CUDA's
-#: foreach ops move versions themselves.
+#: ``data``. Cheaper than to write to an alias of each. To exclude dispatch keys would not do: kernels of CUDA's foreach
+#: ops move versions themselves.
 set_versions: Callable[[list[torch.Tensor], list[int]], None]
 set_versions = _set_version if _TAKES_LISTS else _set_versions_one_by_one
 

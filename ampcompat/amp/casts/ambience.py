@@ -203,7 +203,7 @@ def uninstall_casting() -> None:
     ambience.collected_in_trace = False
     ambience.device_types = ()
     ambience.patches = None
-    ambience.functions.close()
+    ambience.undo_registered.close()
     installation.release()
     has_half_models = any(policy.half_dtype for policy in policies_in_force())
     if not has_half_models:
