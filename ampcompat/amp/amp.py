@@ -86,9 +86,9 @@ def init(
         RuntimeError: ``patch_type`` is neither of the two.
     """
     if patch_type not in (None, *HALF_DTYPES):
+        halves = " or ".join(map(str, HALF_DTYPES))
         raise RuntimeError(
-            f"amp.init got patch_type={patch_type!r} - functions are cast to torch.float16 or torch.bfloat16 - pass one"
-            " of these."
+            f"amp.init got patch_type={patch_type!r} - functions are cast to {halves} - pass one of these."
         )
     if not enabled:
         no_op = NoOpHandle()
