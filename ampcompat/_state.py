@@ -55,7 +55,7 @@ class CastState:
         collected_in_trace: Whether a model was collected while the compiler traced, and its casts are yet to end.
         original: Autocast's state before the first change, for undo; None while no policy casts functions.
         patches: Undo of the patches that casting needs; None while they are not installed.
-        functions: Undo of the wrappers around functions that users registered.
+        undo_registered: Undo of the wrappers around functions that users registered.
         cpu_convolution: Undo of the CPU's own half convolutions; None while torch's are in force.
         thread: What the current thread is inside.
     """
@@ -68,7 +68,7 @@ class CastState:
     collected_in_trace: bool = False
     original: Saved | None = None
     patches: ExitStack | None = None
-    functions: ExitStack = field(default_factory=ExitStack)
+    undo_registered: ExitStack = field(default_factory=ExitStack)
     cpu_convolution: ExitStack | None = None
     thread: ThreadCasts = field(default_factory=ThreadCasts)
 
@@ -167,7 +167,7 @@ class State:
         pending: Scaled gradients that blocks have left; they outlive their optimizers.
         casts: The ambient casts.
         rules: The op rules that are on the dispatcher.
-        functions: Functions that users registered, by module and name: the holder, the name, and the rule.
+        registered: Functions that users registered, by module and name: the holder, the name, and the rule.
         observers: Tools that are called with losses, gradients and steps.
         adapters: What blocks and steps must know of wrappers around models, for each kind of wrapper in use.
     """
@@ -185,7 +185,7 @@ class State:
     pending: list[Pending] = field(default_factory=list)
     casts: CastState = field(default_factory=CastState)
     rules: OpRules = field(default_factory=OpRules)
-    functions: dict[tuple[int, str], tuple[object, str, Rule]] = field(default_factory=dict)
+    registered: dict[tuple[int, str], tuple[object, str, Rule]] = field(default_factory=dict)
     observers: list[object] = field(default_factory=list)
     adapters: list[Adapter] = field(default_factory=list)
 

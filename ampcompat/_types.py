@@ -44,6 +44,7 @@ class Optimizer(Protocol):
 
     param_groups: list[dict[str, Any]]
     _amp_stash: OptimizerState  # while it is under amp
+    _amp_follow_step: Callable[[], None]
     _amp_wrapped: bool  # for good: the wrappers of its methods stay
     _amp_stepping: bool  # while an optimizer that steps by another is stepping
     _opt_called: bool  # LR schedulers ask it whether there was a step

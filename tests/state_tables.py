@@ -68,6 +68,18 @@ MASTERS: Final = Table(
     ),
 )
 
+#: What makes the two copies of a weight equal again; the first row that fits decides.
+WRITES: Final = Table(
+    head=("since both copies were equal (the first match wins)", "due"),
+    rows=(
+        ("half's version or address has moved", "pull"),
+        ("value's version has moved", "push"),
+        ("half's `data` was taken", "pull"),
+        ("value's `data` was taken", "push"),
+        ("none of these", "nothing"),
+    ),
+)
+
 #: Where functions are cast. The first row that fits decides; of regions in one another, the innermost.
 CASTS: Final = Table(
     head=("code (the first match wins)", "casts"),
@@ -123,11 +135,13 @@ STATE_CHANGES: Final = Table(
 SHOWN_IN: Final[dict[str, tuple[str, ...]]] = {
     "scaling/block": ("gradients",),
     "half/masters": ("masters",),
+    "half/written": ("writes",),
     "casts/ambience": ("casts",),
 }
 TABLES: Final[dict[str, Table]] = {
     "gradients": GRADIENTS,
     "masters": MASTERS,
+    "writes": WRITES,
     "casts": CASTS,
     "changes": STATE_CHANGES,
 }

@@ -77,11 +77,13 @@ def _by_kind(written: Tensors, read: Tensors) -> Iterable[tuple[Tensors, Tensors
     """
     if not written:
         return []
-    if _is_uniform(written) and _is_uniform(read) and all(map(_has_equal_strides, written, read)):
+    strides = list(map(_STRIDE, written))
+    if _is_uniform(written) and _is_uniform(read) and strides == list(map(_STRIDE, read)):
         return [(written, read)]
     lists: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for target, source in zip(written, read, strict=True):
-        kind = (target.dtype, target.device, source.dtype, source.device, _has_equal_strides(target, source))
+        has_equal_strides = target.stride() == source.stride()
+        kind = (target.dtype, target.device, source.dtype, source.device, has_equal_strides)
         targets, sources = lists.setdefault(kind, ([], []))
         targets.append(target)
         sources.append(source)
@@ -91,10 +93,6 @@ def _by_kind(written: Tensors, read: Tensors) -> Iterable[tuple[Tensors, Tensors
 def _is_uniform(tensors: Tensors) -> bool:
     """Whether ``tensors`` are of one dtype and on one device."""
     return len(set(map(_DTYPE, tensors))) == 1 and len(set(map(_DEVICE_INDEX, tensors))) == 1
-
-
-def _has_equal_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.stride() == b.stride()
 
 
 _DTYPE = operator.attrgetter("dtype")

@@ -57,10 +57,7 @@ class Policy(Protocol):
     """What casting needs from a model's policy, ``model._amp_policy``."""
 
     casts: Casts
-
-    @property
-    def half_dtype(self) -> torch.dtype | None:
-        """The half dtype that weights were cast to."""
+    half_dtype: torch.dtype | None  # what weights were cast to
 
 
 # -- ambient casts -----------------------------------------------------------------------------------------------------
@@ -206,7 +203,7 @@ def uninstall_casting() -> None:
     ambience.collected_in_trace = False
     ambience.device_types = ()
     ambience.patches = None
-    ambience.functions.close()
+    ambience.undo_registered.close()
     installation.release()
     has_half_models = any(policy.half_dtype for policy in policies_in_force())
     if not has_half_models:

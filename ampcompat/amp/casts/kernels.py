@@ -3,6 +3,9 @@
 A kernel runs only while autocast is on for its device type, and reads the half dtype from autocast when it is called:
 users' own autocast regions, checkpoint recomputation and threads get what they ask for. Like native autocast, kernels
 cast float16, bfloat16 and float32 tensors on their own device type and leave float64 and every other argument alone.
+
+They are Python: a call costs the host some 2 microseconds more than native autocast where it casts nothing, 4 with one
+cast and 6 with two (``docs/performance.md`` has other machines). A GPU that is behind the host does not see it.
 """
 
 from __future__ import annotations

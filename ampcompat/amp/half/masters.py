@@ -29,16 +29,11 @@ deepcopy, pickle                     copied                         copied
 An element differs where ``value`` does not round to what ``half`` holds: every element that no other code wrote keeps
 its low bits.
 
-Which copy was written is known, not guessed. Writes in place move a tensor's version counter, and ``half.to(...)`` its
-address; of a half weight, other code alone moves either. Writes through ``param.data`` move neither, so each copy has a
-flag: whether its ``data`` was taken, and may have been written. Flags end when the master is rounded into its half
-weight, at the latest by the next step: a write through an alias from before is found by :func:`sync_all` alone. A copy
-whose version, address and flag tell nothing is not looked at, and nothing here reads the device.
-
 To *push* is to round a master into its half weight, to *pull* is to take what was written to a half weight into its
-master, to *sync* is to do whichever is due. A forward only pushes (:func:`push_written`): half weights that a script
-wrote are used unchanged. A step, a save or a copy syncs (:func:`sync_written`): a weight that was written for a forward
-and written back before that keeps every bit of its master.
+master, to *sync* is to do whichever is due (:mod:`ampcompat.amp.half.written`). A forward only pushes
+(:func:`push_written`): half weights that a script wrote are used unchanged. A step, a save or a copy syncs
+(:func:`sync_written`): a weight that was written for a forward and written back before that keeps every bit of its
+master.
 """
 
 from __future__ import annotations
@@ -53,6 +48,7 @@ from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
 from ampcompat.amp.half.merging import merge_, merged
+from ampcompat.amp.half.written import Due, due
 
 
 class Master:
@@ -144,21 +140,14 @@ class Master:
         return self.value._version != self.value_version
 
     @property
-    def half_was_written(self) -> bool:
-        """Whether other code wrote ``half``, or may have, so that the model's elements count.
-
-        A version that moved is surer than ``data`` that was taken. Where both copies moved, the model's elements count.
-        """
-        if self.half_has_moved:
-            return True
-        return self.half_taken and not self.value_has_moved
-
-    @property
-    def value_was_written(self) -> bool:
-        """Whether other code wrote ``value``, or may have, and the model's elements do not count."""
-        if self.half_was_written:
-            return False
-        return self.value_taken or self.value_has_moved
+    def due(self) -> Due:
+        """What makes both copies equal again."""
+        return due(
+            half_moved=self.half_has_moved,
+            value_moved=self.value_has_moved,
+            half_taken=self.half_taken,
+            value_taken=self.value_taken,
+        )
 
     def note_taken(self, tensor: torch.Tensor) -> None:
         """Note that the ``data`` of ``tensor``, one of both copies, is taken: it may be written through it.
@@ -168,11 +157,11 @@ class Master:
         if not self.is_param:
             return
         if tensor is self.half:
-            if self.value_was_written:
+            if self.due is Due.PUSH:
                 sync_written([self])
             self.half_taken = True
         else:
-            if self.half_was_written:
+            if self.due is Due.PULL:
                 sync_written([self])
                 self.half_taken = False
             self.value_taken = True
@@ -319,8 +308,8 @@ def _bring_up_to_date(masters: list[Master], pulls: bool) -> None:
         return
     for master in masters:
         master.follow_module()
-    to_pull = [master for master in masters if master.half_was_written]
-    to_push = [master for master in masters if master.value_was_written]
+    to_pull = [master for master in masters if master.due is Due.PULL]
+    to_push = [master for master in masters if master.due is Due.PUSH]
     if pulls:
         pull_all(to_pull)
     push_all(to_push)
@@ -342,8 +331,15 @@ def push_all(masters: Sequence[Master]) -> None:
     """
     if not masters:
         return
-    with _torch.versions_kept():
-        _torch.foreach_copy_([master.half for master in masters], [master.value for master in masters])
+    halves = []
+    values = []
+    versions = []
+    for master in masters:
+        halves.append(master.half)
+        values.append(master.value)
+        versions.append(master.half._version)
+    _torch.foreach_copy_(halves, values)
+    _torch.set_versions(halves, versions)
     # :meth:`Master.note_pushed` inline, for thousands of masters at each step, without what a push does not move.
     for master in masters:
         master.value_version = master.value._version
@@ -360,8 +356,8 @@ def sync_all(masters: Sequence[Master]) -> int:
     for master in masters:
         master.follow_module()
     differ = [_differs(master) for master in masters if master.is_param]
-    to_push = [master for master in masters if master.value_was_written]
-    pull_all([master for master in masters if not master.value_was_written])
+    to_push = [master for master in masters if master.due is Due.PUSH]
+    pull_all([master for master in masters if master.due is not Due.PUSH])
     push_all(to_push)
     if not differ:
         return 0

@@ -60,6 +60,7 @@ def attach(optimizer: Optimizer, session: Session, kind: type[OptimizerState]) -
         optimizer._amp_wrapped = True
         for name, method in (("step", step), ("zero_grad", clear_by_optimizer), ("add_param_group", _add_param_group)):
             setattr(optimizer, name, types.MethodType(_wrap(getattr(optimizer, name), method), optimizer))
+    _follow_step(optimizer)
 
 
 def detach(optimizer: Optimizer) -> None:
@@ -91,7 +92,8 @@ def _wrap(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[
     return wrapper
 
 
-_torch.skip_compile_of_frame(_wrap(print, print))  # any wrapper does: the compiler goes by code, which all share
+#: The code that all wrappers share: the compiler goes by it, too.
+_WRAPPER_CODE = _torch.skip_compile_of_frame(_wrap(print, print)).__code__
 
 
 # -- step --------------------------------------------------------------------------------------------------------------
@@ -106,6 +108,8 @@ def step(optimizer: Optimizer, original: Callable[..., Any], closure: Any = None
     ``found_inf``, but for its first step with momentum.
     """
     stash: OptimizerState = optimizer._amp_stash
+    if stash.is_stepping:  # a script's own step, which amp's is around already, has called this one
+        return original(*(() if closure is None else (closure,)), **kwargs)
     stash.look_up(optimizer)
     if state.open_blocks:
         _refuse_in_block(optimizer, stash)
@@ -124,6 +128,38 @@ def step(optimizer: Optimizer, original: Callable[..., Any], closure: Any = None
         if needs_no_amp(stash):
             return plain_step(optimizer, stash, original, **kwargs)
         return scaled_step(optimizer, stash, original, **kwargs)
+
+
+def _follow_step(optimizer: Optimizer) -> None:
+    """Wrap a ``step`` that a script has put in the place of ours, and that may call the class's: amp steps around it.
+
+    As under apex, which replaced whatever ``step`` there was after an overflow.
+    """
+    stash: OptimizerState = optimizer._amp_stash
+    if not _is_ours(vars(optimizer).get("step")):
+        replaced = functools.partial(_run_replaced, stash, optimizer.step)
+        wrapper = functools.wraps(optimizer.step)(_wrap(replaced, step))
+        vars(optimizer)["step"] = types.MethodType(wrapper, optimizer)
+    stash.known_step = vars(optimizer)["step"]
+
+
+def _is_ours(method: Any) -> bool:
+    """Whether ``method`` is a wrapper of ours, or one that an LR scheduler has put around it."""
+    function = getattr(method, "__func__", method)
+    while function is not None:
+        if getattr(function, "__code__", None) is _WRAPPER_CODE:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def _run_replaced(stash: OptimizerState, replaced: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the ``replaced`` step of a script; where that calls amp's, the optimizer's own runs."""
+    stash.is_stepping = True
+    try:
+        return replaced(*args, **kwargs)
+    finally:
+        stash.is_stepping = False
 
 
 def _refuse_in_block(optimizer: Optimizer, stash: OptimizerState) -> None:
@@ -187,9 +223,11 @@ def _look_up(optimizer: Optimizer) -> None:
 
 
 # -- methods beside these ----------------------------------------------------------------------------------------------
-#: By apex's private names, but for the first. Blocks call the last two, once a script has put its own in their place.
+#: By apex's private names, but for the first two. Blocks call the last two once a script has put its own in place of
+#: them.
 _METHODS: dict[str, Callable[..., Any]] = {
     "_amp_prepare_masters": prepare_masters,
+    "_amp_follow_step": _follow_step,
     "_amp_lazy_init": _look_up,
     "_lazy_init_maybe_master_weights": _look_up,
     "_master_params_to_model_params": lambda optimizer: push_all(optimizer._amp_stash.leaves.masters),

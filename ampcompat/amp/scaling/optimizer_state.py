@@ -61,6 +61,8 @@ class OptimizerState:
         suspect: Whether the next step looks at its gradients itself, since they may not be finite.
         skipped: Whether the last step was skipped; None before the first step, and where the device decided.
         device_steps: The steps that the device decided about.
+        known_step: The optimizer's own ``step`` attribute, as last looked up.
+        is_stepping: Whether a step runs that a script has put in the place of ours, and that ours is wrapped around.
     """
 
     session: Session
@@ -72,6 +74,8 @@ class OptimizerState:
     suspect: bool = False
     skipped: bool | None = None
     device_steps: DeviceSteps = field(default_factory=DeviceSteps)
+    known_step: object = None
+    is_stepping: bool = False
 
     @property
     def in_block(self) -> bool:
@@ -125,9 +129,11 @@ class OptimizerState:
     # -- what it holds -------------------------------------------------------------------------------------------------
     @_torch.eager
     def look_up(self, optimizer: Optimizer) -> None:
-        """Follow the groups of ``optimizer`` where they have changed."""
+        """Follow the groups of ``optimizer``, and its ``step``, where they have changed."""
         if not self._is_up_to_date(optimizer):
             follow_groups()
+        if vars(optimizer).get("step") is not self.known_step:
+            optimizer._amp_follow_step()
 
     def _is_up_to_date(self, optimizer: Optimizer) -> bool:
         """Whether the groups hold the very params that they held when they were last looked up."""
