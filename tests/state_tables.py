@@ -107,7 +107,7 @@ STATE_CHANGES: Final = Table(
         ("`backward`", "-", "-", "-", "`half.grad`: scaled"),
         (
             "block ends",
-            "`_last_pass`: the flag; `scale`: a new tensor; `clean_passes`: one more, or 0, a new tensor",
+            "`last_pass`: the flag; `scale`: a new tensor; `clean_passes`: one more, or 0, a new tensor",
             "`overflows`: and the flag",
             "`open_blocks`: without it",
             "`value.grad`: the sum, unscaled; `grad_shown`: True",
@@ -133,7 +133,7 @@ STATE_CHANGES: Final = Table(
 
 #: Names of the tables on the page, by the module of ``ampcompat/amp`` that shows them in its docstring, in this order.
 SHOWN_IN: Final[dict[str, tuple[str, ...]]] = {
-    "scaling/gradient_rules": ("gradients",),
+    "scaling/block": ("gradients",),
     "half/masters": ("masters",),
     "half/written": ("writes",),
     "casts/ambience": ("casts",),

@@ -15,6 +15,7 @@ from ampcompat._log import say, say_once
 from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES, Optimizer, Options
 from ampcompat.amp import arguments
+from ampcompat.amp._process_optimizer import AmpOptimizerState
 from ampcompat.amp.adapters import checkpoint_names, ddp, fsdp, wrapped
 from ampcompat.amp.casts.rules import rules_by_name
 from ampcompat.amp.half.boundary import BoundaryPolicy, replace_policy
@@ -25,6 +26,7 @@ from ampcompat.amp.half.masters import watch_torch
 from ampcompat.amp.half.model_class import set_policy
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.levels import LEVELS
+from ampcompat.amp.misuse.watch import watch_more
 from ampcompat.amp.observers import notify
 from ampcompat.amp.options import check_keywords
 from ampcompat.amp.properties import Properties, read_properties
@@ -33,7 +35,6 @@ from ampcompat.amp.scaling import optimizer as amp_optimizer
 from ampcompat.amp.scaling.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.scaling.clearing import watch_modules
 from ampcompat.amp.scaling.exchange import model_tensor
-from ampcompat.amp.scaling.misuse import watch_more
 from ampcompat.amp.scaling.optimizer_state import follow_groups
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session, release_casts
@@ -338,7 +339,7 @@ def _take_over(session: Session, objects: _Objects) -> None:
     for optimizer in objects.optimizers:
         if session.enabled:
             wrapped.wrap(optimizer)
-            amp_optimizer.attach(optimizer, session)
+            amp_optimizer.attach(optimizer, session, AmpOptimizerState)
         else:
             _release_optimizer(optimizer)
     follow_groups(newcomers)

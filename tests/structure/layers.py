@@ -24,8 +24,9 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("casts",),
     ("half",),
     ("scaling",),
-    ("adapters",),
-    ("_initialize", "_process_optimizer", "arguments", "handle", "scaler", "utils"),
+    ("adapters", "misuse"),
+    ("_process_optimizer",),
+    ("_initialize", "arguments", "handle", "scaler", "utils"),
     ("frontend", "amp", "opt", "__version__"),
     ("__init__",),
 )
@@ -50,13 +51,13 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
             "gradients",
             "exchange",
             "unscaling",
-            "optimizer_state",
         ),
         *(
-            "misuse",
             "device_steps",
+            "optimizer_state",
+            "between_blocks",
             "backward_methods",
-            "gradient_rules",
+            "block",
             "scale_loss",
             "clearing",
             "steps",
@@ -64,6 +65,7 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
         ),
         *("optimizer", "checkpoint"),
     ),
+    "misuse": ("half_gradients", "watch"),
 }
 #: Modules outside ``amp`` that every module of it may import.
 SHARED: Final = frozenset(("_state", "_torch", "_types", "_log"))

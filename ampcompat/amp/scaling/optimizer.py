@@ -21,27 +21,32 @@ from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.casts.contexts import CastsOff, save
 from ampcompat.amp.half.masters import master_of, push_all
-from ampcompat.amp.scaling import backward_methods, gradient_rules
+from ampcompat.amp.scaling import backward_methods
+from ampcompat.amp.scaling.between_blocks import clear_pending, prepare_masters
 from ampcompat.amp.scaling.clearing import clear_by_optimizer
 from ampcompat.amp.scaling.closures import step_with_closure
-from ampcompat.amp.scaling.device_steps import report_all
 from ampcompat.amp.scaling.exchange import give_back_params, match_state
 from ampcompat.amp.scaling.gradients import open_block_of, pending_in
 from ampcompat.amp.scaling.leaves import leaves_of
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState, follow_groups
+from ampcompat.amp.scaling.optimizer_state import OptimizerState, follow_groups
 from ampcompat.amp.scaling.scale_loss import under_amp
 from ampcompat.amp.scaling.session import Session
 from ampcompat.amp.scaling.steps import needs_no_amp, plain_step, scaled_step
 
 
-def attach(optimizer: Optimizer, session: Session) -> None:
+def attach(optimizer: Optimizer, session: Session, kind: type[OptimizerState]) -> None:
     """Put ``optimizer`` under ``session``; one that an earlier call owned changes hands, with its gradients.
 
     The caller calls ``follow_groups`` when it has attached all.
+
+    Args:
+        optimizer: It gets a stash, and methods of amp.
+        session: The call that owns it from now on.
+        kind: The class of its stash, which adds apex's names.
     """
-    stash: AmpOptimizerState | None = getattr(optimizer, "_amp_stash", None)
+    stash: OptimizerState | None = getattr(optimizer, "_amp_stash", None)
     if stash is None:
-        stash = AmpOptimizerState(session)
+        stash = kind(session)
         optimizer._amp_stash = stash
     stash.session = session
     stash.groups = []  # to be looked up anew, at this level
@@ -63,13 +68,13 @@ def detach(optimizer: Optimizer) -> None:
 
     Gradients that are still scaled are cleared, unless another optimizer holds some of the same tensors.
     """
-    stash: AmpOptimizerState = optimizer._amp_stash
+    stash: OptimizerState = optimizer._amp_stash
     stash.look_up(optimizer)
     state.optimizers.live.pop(optimizer, None)
     others = leaves_of(state.optimizers.listed())
     for pending in pending_in(stash.leaves):
         if not pending.overlaps(others):
-            gradient_rules.clear_pending(pending)
+            clear_pending(pending)
     give_back_params(optimizer)
     match_state(optimizer)
     for name in ("_amp_stash", *_METHODS):
@@ -102,7 +107,7 @@ def step(optimizer: Optimizer, original: Callable[..., Any], closure: Any = None
     more for each scale that the message of a skip names. None with a static scale, nor with an optimizer that takes
     ``found_inf``, but for its first step with momentum.
     """
-    stash: AmpOptimizerState = optimizer._amp_stash
+    stash: OptimizerState = optimizer._amp_stash
     if stash.is_stepping:  # a script's own step, which amp's is around already, has called this one
         return original(*(() if closure is None else (closure,)), **kwargs)
     stash.look_up(optimizer)
@@ -130,7 +135,7 @@ def _follow_step(optimizer: Optimizer) -> None:
 
     As under apex, which replaced whatever ``step`` there was after an overflow.
     """
-    stash: AmpOptimizerState = optimizer._amp_stash
+    stash: OptimizerState = optimizer._amp_stash
     if not _is_ours(vars(optimizer).get("step")):
         replaced = functools.partial(_run_replaced, stash, optimizer.step)
         wrapper = functools.wraps(optimizer.step)(_wrap(replaced, step))
@@ -148,7 +153,7 @@ def _is_ours(method: Any) -> bool:
     return False
 
 
-def _run_replaced(stash: AmpOptimizerState, replaced: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_replaced(stash: OptimizerState, replaced: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call the ``replaced`` step of a script; where that calls amp's, the optimizer's own runs."""
     stash.is_stepping = True
     try:
@@ -157,7 +162,7 @@ def _run_replaced(stash: AmpOptimizerState, replaced: Callable[..., Any], *args:
         stash.is_stepping = False
 
 
-def _refuse_in_block(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
+def _refuse_in_block(optimizer: Optimizer, stash: OptimizerState) -> None:
     """Refuse a step inside a block that gives gradients to tensors of ``optimizer``."""
     open_block = open_block_of(stash.leaves)
     if open_block is None or open_block.is_plain:
@@ -191,14 +196,14 @@ def step_was_skipped(optimizer: Any) -> bool:
     stash = getattr(under_amp(optimizer), "_amp_stash", None)
     if stash is None:
         return False
-    report_all(stash)
-    return bool(stash.skipped)
+    stash.device_steps.report_all()
+    return bool(stash.device_steps.latest_skipped if stash.skipped is None else stash.skipped)
 
 
 # -- add_param_group ----------------------------------------------------------------------------------------
 def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Add the group as torch does, then give its half params masters."""
-    stash: AmpOptimizerState = optimizer._amp_stash
+    stash: OptimizerState = optimizer._amp_stash
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     original(*args, **kwargs)
     added = optimizer.param_groups[-1]["params"]
@@ -221,7 +226,7 @@ def _look_up(optimizer: Optimizer) -> None:
 #: By apex's private names, but for the first two. Blocks call the last two once a script has put its own in place of
 #: them.
 _METHODS: dict[str, Callable[..., Any]] = {
-    "_amp_prepare_masters": gradient_rules.prepare_masters,
+    "_amp_prepare_masters": prepare_masters,
     "_amp_follow_step": _follow_step,
     "_amp_lazy_init": _look_up,
     "_lazy_init_maybe_master_weights": _look_up,

@@ -27,11 +27,12 @@ from operator import attrgetter
 import torch
 
 from ampcompat import _torch
+from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.half.masters import Master
 from ampcompat.amp.scaling.adapter import Adapter
-from ampcompat.amp.scaling.gradients import Pending
+from ampcompat.amp.scaling.gradients import Overflow, Pending, ScaledGradients
 from ampcompat.amp.scaling.leaves import Leaves
 from ampcompat.amp.scaling.scaler import LossScaler
 
@@ -102,6 +103,33 @@ def _ratio(scaler: LossScaler, before: torch.Tensor, device: torch.device) -> to
 
 
 # -- after a backward pass ---------------------------------------------------------------------------------------------
+def adjust_scalers(gradients: ScaledGradients, moves_scale: bool = True) -> list[Overflow]:
+    """Make the transition of each scaler whose loss gave ``gradients``, which are unscaled. No host sync.
+
+    Args:
+        gradients: Those of a block, or pending ones.
+        moves_scale: Move the scale of the block's own scaler now; otherwise its next transition counts the overflow.
+
+    Returns:
+        What the steps of their optimizers are to note: nothing where no scale moves.
+    """
+    own, *others = gradients.scalers
+    if gradients.scale is None:  # a static scale of one
+        if moves_scale:
+            own.count_clean_pass()
+        return []
+    found_inf = own.take_found_inf()
+    overflows: list[Overflow] = []
+    flag = own.adjust(found_inf) if moves_scale else own.delay(found_inf)
+    if flag is not None:
+        overflows.append(Overflow(own, flag, None if moves_scale else own.delayed))
+    for other in others:
+        flag = other.adjust(found_inf)
+        if flag is not None:
+            overflows.append(Overflow(other, flag, None))
+    return overflows
+
+
 def unscale_new(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) -> bool:
     """Unscale the new gradients of ``leaves``, and add the gradients of half weights to their masters'.
 
@@ -274,6 +302,31 @@ def drop_cleared(masters: Iterable[Master]) -> None:
             master.drop_gradient()
 
 
+# -- gradients that are lost -------------------------------------------------------------------------------------------
+def clear_partly_unscaled(gradients: ScaledGradients) -> None:
+    """Clear what an exception has left partly unscaled. Optimizers step without what is None."""
+    gradients.scalers[0].forget_found_inf()
+    clear_in_model(gradients.leaves)
+    for master in gradients.leaves.masters:
+        master.drop_gradient()
+    gradients.saved.clear()
+    say("The end of a scale_loss block raised: its gradients are cleared.")
+
+
+def clear_in_model(leaves: Leaves) -> None:
+    """Clear the gradients of ``leaves`` in the model, and those that a wrapper keeps for a later backward pass."""
+    for leaf in leaves.tensors():
+        leaf.grad = None
+    drop_unsynced(leaves)
+
+
+def drop_unsynced(leaves: Leaves) -> None:
+    """Drop the gradients of ``leaves`` that a wrapper keeps for a later backward pass."""
+    for adapter in state.adapters:
+        adapter.drop_unsynced_gradients(leaves.tensors())
+
+
+# -- what gradients hold -----------------------------------------------------------------------------------------------
 def entries_of(grad: torch.Tensor) -> torch.Tensor:
     """The numbers that ``grad`` holds: the stored ones of a sparse gradient."""
     return grad._values() if grad.is_sparse else grad

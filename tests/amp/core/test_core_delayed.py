@@ -249,7 +249,7 @@ def test_a_step_that_cannot_unscale_moves_nothing(level, monkeypatch, capsys):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("ampcompat.amp.scaling.gradient_rules.unscale_new", fail)
+        patch.setattr("ampcompat.amp.scaling.between_blocks.unscale_new", fail)
         with pytest.raises(MemoryError):
             optimizer.step()
     assert all(p.grad is None for p in (*model.parameters(), *amp.master_params(optimizer)))
