@@ -30,9 +30,9 @@ An element differs where ``value`` does not round to what ``half`` holds: every 
 its low bits.
 
 To *push* is to round a master into its half weight, to *pull* is to take what was written to a half weight into its
-master, to *sync* is to do whichever is due (:mod:`ampcompat.amp.half.written`). A forward only pushes
-(:func:`push_written`): half weights that a script wrote are used unchanged. A step, a save or a copy syncs
-(:func:`sync_written`): a weight that was written for a forward and written back before that keeps every bit of its
+master, to *align* is to do whichever is due (:mod:`ampcompat.amp.half.written`). A forward only pushes
+(:func:`push_written`): half weights that a script wrote are used unchanged. A step, a save or a copy aligns
+(:func:`align_written`): a weight that was written for a forward and written back before that keeps every bit of its
 master.
 """
 
@@ -73,7 +73,7 @@ class Master:
         value_taken: Whether ``value.data`` was taken since then, or ``value`` was handed out in a state dict.
         half_taken: Whether ``half.data`` was taken since the last push. A pull keeps the flag: in
             ``p.data.copy_(model.state_dict()[name])``, ``data`` is taken, then the save pulls, and only then ``p`` is
-            written. Always True for a buffer: batch norm writes its buffers unseen, so each sync compares them.
+            written. Always True for a buffer: batch norm writes its buffers unseen, so each alignment compares them.
 
     What tells whether a script has cleared a half gradient:
 
@@ -152,17 +152,17 @@ class Master:
     def note_taken(self, tensor: torch.Tensor) -> None:
         """Note that the ``data`` of ``tensor``, one of both copies, is taken: it may be written through it.
 
-        What was written to the other copy is synced first, so that the later write is the one that counts.
+        The other copy, if it was written, is aligned first, so that the later write is the one that counts.
         """
         if not self.is_param:
             return
         if tensor is self.half:
             if self.due is Due.PUSH:
-                sync_written([self])
+                align_written([self])
             self.half_taken = True
         else:
             if self.due is Due.PULL:
-                sync_written([self])
+                align_written([self])
                 self.half_taken = False
             self.value_taken = True
 
@@ -215,7 +215,7 @@ class Master:
 
     # -- copies --------------------------------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> Master:
-        sync_written([self])
+        align_written([self])
         # Both copies go through the memo, so that an optimizer which is copied along holds the copy's masters.
         half = copy.deepcopy(self.half, memo)
         value = copy.deepcopy(self.value, memo)
@@ -227,7 +227,7 @@ class Master:
         return clone
 
     def __reduce__(self) -> Any:
-        sync_written([self])
+        align_written([self])
         return _rebuilt, (self.half, self.value)
 
 
@@ -272,7 +272,7 @@ def master_of(tensor: torch.Tensor) -> Master | None:
 # -- keep both copies equal --------------------------------------------------------------------------------------------
 def push_written(masters: Iterable[Master]) -> None:
     """Round masters that a script wrote into their half weights, before a forward. No host sync."""
-    # As in :func:`sync_written`, but for half weights whose data was only taken: a forward uses them unchanged.
+    # As in :func:`align_written`, but for half weights whose data was only taken: a forward uses them unchanged.
     written = [
         m
         for m in masters
@@ -285,7 +285,7 @@ def push_written(masters: Iterable[Master]) -> None:
         _torch.run_untraced(_bring_up_to_date, written, False)
 
 
-def sync_written(masters: Iterable[Master]) -> None:
+def align_written(masters: Iterable[Master]) -> None:
     """Make both copies equal where a script wrote one of them, before a step, a save or a copy. No host sync."""
     # Inline, as one condition: models have thousands of masters, and nearly always none of them was written.
     written = [
@@ -347,7 +347,7 @@ def push_all(masters: Sequence[Master]) -> None:
         master.value_taken = False
 
 
-def sync_all(masters: Sequence[Master]) -> int:
+def align_all(masters: Sequence[Master]) -> int:
     """Make both copies of each master equal, also where nothing tells that either was written.
 
     Returns:

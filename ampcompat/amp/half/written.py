@@ -17,7 +17,7 @@ none of these                                        nothing
 
 A version that moved is surer than ``data`` that was taken, and where both copies were written, the model's elements
 count. Flags end with a push, at the latest by the next step: a write through an alias from before is found by
-:func:`ampcompat.amp.half.masters.sync_all` alone.
+:func:`ampcompat.amp.half.masters.align_all` alone.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp.half.masters import sync_written
+from ampcompat.amp.half.masters import align_written
 from ampcompat.amp.scaling.gradients import Pending, pending_in
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
@@ -63,7 +63,7 @@ def prepare_masters(optimizer: Optimizer) -> None:
                 warn_of("unsynced gradients read")
             else:
                 end_pending(pending)
-    sync_written(stash.leaves.masters)
+    align_written(stash.leaves.masters)
 
 
 # -- gradients are cleared ---------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 
 from ampcompat._types import Optimizer
 from ampcompat.amp.casts.contexts import Saved, restored
-from ampcompat.amp.half.masters import sync_written
+from ampcompat.amp.half.masters import align_written
 from ampcompat.amp.scaling.device_steps import StepFlag
 from ampcompat.amp.scaling.gradients import pending_in
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
@@ -42,7 +42,7 @@ def step_with_closure(
     def evaluated() -> Any:
         nonlocal first_loss
         stash.look_up(optimizer)
-        sync_written(stash.leaves.masters)
+        align_written(stash.leaves.masters)
         loss = evaluate(closure, outside)
         if first_loss is None:
             first_loss = loss

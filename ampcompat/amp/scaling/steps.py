@@ -14,7 +14,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp.half.masters import Master, push_all, sync_written
+from ampcompat.amp.half.masters import Master, align_written, push_all
 from ampcompat.amp.half.record import check_replaced
 from ampcompat.amp.observers import notify
 from ampcompat.amp.scaling.between_blocks import end_pending
@@ -75,7 +75,7 @@ def make_ready(optimizer: Optimizer, stash: OptimizerState) -> None:
     if masters:
         drop_cleared(masters)
         check_replaced(masters)
-        sync_written(masters)
+        align_written(masters)
     if state.observers:
         notify("before_step", optimizer)
 
@@ -128,8 +128,8 @@ def update_weights(
         result = original(*args, **kwargs)
         push(masters)
         return result
-    sync = functools.partial(sync_written, masters)
-    with _torch.around_update(optimizer, before=sync, after=functools.partial(push, masters), later=sync):
+    align = functools.partial(align_written, masters)
+    with _torch.around_update(optimizer, before=align, after=functools.partial(push, masters), later=align):
         return original(*args, **kwargs)
 
 
