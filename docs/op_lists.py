@@ -7,7 +7,7 @@ from typing import Final
 
 from ampcompat import _torch
 from ampcompat.amp.casts.rules import PYTHON, Rule, rules_by_name
-from ampcompat.amp.lists import UNCAST, torch_overrides
+from ampcompat.amp.lists import NO_BFLOAT16, UNCAST, torch_overrides
 
 PAGE: Final = Path(__file__).with_suffix(".md")
 RULES: Final = rules_by_name()
@@ -19,6 +19,7 @@ _WORDS: Final = {
     Rule.FLOAT: "float32",
     Rule.PROMOTE: "widest argument",
     Rule.UNCAST: "as given",
+    Rule.NO_BFLOAT16: "as given; float32 for bfloat16",
     Rule.LEFT: "left side",
     Rule.BANNED: "refuses half",
     Rule.INPLACE_BANNED: "refuses half",
@@ -34,6 +35,8 @@ _NATIVE: Final = {
     # composed of ops that native casts
     ("pinv", "cuda"): "half inside",
     ("pinv", "cpu"): "half inside",
+    ("affine_grid", "cuda"): "half inside",
+    ("affine_grid", "cpu"): "half inside",
     ("norm_except_dim", "cuda"): "float32",
     ("softmin", "cuda"): "float32",
     ("normalize", "cuda"): "float32",
@@ -65,7 +68,7 @@ _SECTIONS: Final = (
     ("Refused in half", names(Rule.BANNED)),
     ("In place, refused on a half tensor", names(Rule.INPLACE_BANNED)),
     ("In place, the arguments take the dtype of the left side", names(Rule.LEFT)),
-    ("On no list of apex", UNCAST),
+    ("On no list of apex", [*UNCAST, *NO_BFLOAT16]),
 )
 
 _HEAD: Final = """\
@@ -152,7 +155,11 @@ def enforced_by(name: str) -> str:
 def _row(name: str) -> str:
     """What the page says of the listed ``name``, as cells of a row."""
     rule = _WORDS[RULES[name]]
-    apex = "not listed" if RULES[name] is Rule.LEFT or name in SINCE_APEX else rule
+    apex = rule
+    if RULES[name] is Rule.LEFT or name in SINCE_APEX:
+        apex = "not listed"
+    elif RULES[name] is Rule.NO_BFLOAT16:
+        apex = "as given"  # it had no bfloat16
     native = " | ".join(native_rule(name, device_type) for device_type in ("cuda", "cpu"))
     return f"{rule} ({enforced_by(name)}) | {apex} | {native}"
 

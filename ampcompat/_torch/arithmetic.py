@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import operator
 from collections.abc import Callable, Iterable
@@ -78,11 +77,13 @@ def _by_kind(written: Tensors, read: Tensors) -> Iterable[tuple[Tensors, Tensors
     """
     if not written:
         return []
-    if _is_uniform(written) and _is_uniform(read) and all(map(_has_equal_strides, written, read)):
+    strides = list(map(_STRIDE, written))
+    if _is_uniform(written) and _is_uniform(read) and strides == list(map(_STRIDE, read)):
         return [(written, read)]
     lists: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for target, source in zip(written, read, strict=True):
-        kind = (target.dtype, target.device, source.dtype, source.device, _has_equal_strides(target, source))
+        has_equal_strides = target.stride() == source.stride()
+        kind = (target.dtype, target.device, source.dtype, source.device, has_equal_strides)
         targets, sources = lists.setdefault(kind, ([], []))
         targets.append(target)
         sources.append(source)
@@ -92,10 +93,6 @@ def _by_kind(written: Tensors, read: Tensors) -> Iterable[tuple[Tensors, Tensors
 def _is_uniform(tensors: Tensors) -> bool:
     """Whether ``tensors`` are of one dtype and on one device."""
     return len(set(map(_DTYPE, tensors))) == 1 and len(set(map(_DEVICE_INDEX, tensors))) == 1
-
-
-def _has_equal_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.stride() == b.stride()
 
 
 _DTYPE = operator.attrgetter("dtype")
@@ -208,10 +205,8 @@ def inverse_of(number: torch.Tensor) -> torch.Tensor:
 
 
 def host_value(number: torch.Tensor) -> float | None:
-    """The value of a 0-dim float32 tensor in host memory, read without an op; None where it lies elsewhere."""
-    if type(number) is not torch.Tensor or not number.is_cpu:  # a fake tensor has no data
-        return None
-    return ctypes.c_float.from_address(number.data_ptr()).value
+    """The value of a 0-dim tensor in host memory; None where it lies elsewhere, so that nothing waits for a device."""
+    return number.item() if number.is_cpu else None
 
 
 def found_inf_and_scale(
@@ -286,7 +281,13 @@ def float32_copies(tensors: list[torch.Tensor], like: list[torch.Tensor]) -> lis
 
 
 def sum_of(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a + b``, in place in ``a`` where it can be: ``a`` may be a window into a DDP bucket. Either may be sparse."""
+    """``a + b``, in place in ``a`` where it can be: ``a`` may be a window into a DDP bucket. Either may be sparse.
+
+    Where one of them has a graph, of ``backward(create_graph=True)``, the sum has one.
+    """
+    if a.requires_grad or b.requires_grad:
+        with torch.enable_grad():
+            return a + b
     if a.is_sparse and b.is_sparse:
         # Joined and coalesced, not added: the CPU adds no half sparse tensors.
         indices = torch.cat([a._indices(), b._indices()], 1)

@@ -1,5 +1,6 @@
 """Compiled code casts as eager code does: no graph break, no recompilation, the same dtypes, outputs and gradients."""
 
+import gc
 import pickle
 import threading
 
@@ -338,6 +339,28 @@ def test_a_user_who_switched_autocasts_cache_off(without_cache):
         with disable_casts():
             assert fast(X).dtype == torch.float32
     assert not torch.is_autocast_cache_enabled()
+
+
+@pytest.mark.parametrize("follows", ["a forward", "a backward pass"])
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_model_that_is_collected_while_another_is_traced(level, follows):
+    """The collector runs when it likes: what traced code has read changes when the trace is over."""
+    torch._dynamo.reset()
+    held = [initialize(nn.Linear(8, 4), opt_level="O1", verbosity=0)]
+    model = initialize(nn.Linear(8, 4), opt_level=level, verbosity=0)
+
+    def collect(graph, inputs):
+        held.clear()
+        gc.collect()
+        return graph.forward
+
+    x = torch.randn(2, 8)
+    loss = torch.compile(model, fullgraph=True, backend=collect)(x).sum()
+    if follows == "a forward":
+        model(x)
+    else:
+        loss.backward()
+    assert torch.mm(x, x.t()).dtype == torch.float32  # the casts of the first have ended
 
 
 @pytest.mark.slow  # the casts are in the graph, which the other backends are given too

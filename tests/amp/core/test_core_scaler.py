@@ -8,7 +8,7 @@ import pytest
 import torch
 from core_kit import Net, backward, masters, net, same, start, train
 from counting import Counter
-from internals import delayed_overflow_flags, keep_few_flags, overflow_flags
+from internals import overflow_flags
 from seeded import seeded
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -79,12 +79,11 @@ LIMITS = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "sm
 @pytest.mark.parametrize("overflow", [False, True])
 @pytest.mark.parametrize("unskipped", [0, 2])
 @pytest.mark.parametrize("scale", [2.0, 3.0, 8.0, 48.0, 64.0, 128.0])
-def test_numbers_and_tensors_move_alike(scale, unskipped, overflow):
+def test_one_transition(scale, unskipped, overflow):
     """``next_scale`` changes nothing that it is given; for a scale within the limits it takes few kernels."""
     reference = Reference(scale, 3, 2.0, 64.0, unskipped)
     reference.update(overflow)
     want = reference.scale, reference.unskipped
-    assert next_scale(scale, unskipped, overflow, **LIMITS) == want
     given = torch.tensor(scale), torch.tensor(unskipped, dtype=torch.int32), torch.tensor(float(overflow))
     for is_within_limits in {False, scale <= 64.0}:
         with Counter() as counter:
@@ -323,8 +322,7 @@ def test_scalers_written_before_initialize_do_no_harm():
     assert [s.loss_scale() for s in amp._amp_state.loss_scalers] == [2.0**16]
 
 
-def test_an_overflow_that_is_put_off_for_ever_is_counted_at_last(monkeypatch):
-    keep_few_flags(monkeypatch, 8)
+def test_an_overflow_that_is_put_off_for_ever_is_counted_at_last():
     model, optimizer = start("O1")
     for seed in range(30):
         backward(model, optimizer, seed, times=float("inf") if seed == 0 else 1.0, delay_overflow_check=True)
@@ -332,29 +330,18 @@ def test_an_overflow_that_is_put_off_for_ever_is_counted_at_last(monkeypatch):
         optimizer.zero_grad()
     (scaler,) = amp._amp_state.loss_scalers
     assert scaler.loss_scale() == 2.0**16
-    assert delayed_overflow_flags(scaler) <= 8
     backward(model, optimizer)
     assert scaler.loss_scale() == 2.0**15
 
 
-def test_overflows_put_off_by_blocks_without_a_step_stay_few(monkeypatch):
-    keep_few_flags(monkeypatch, 3)
-    model, optimizer = start("O1")
-    (scaler,) = amp._amp_state.loss_scalers
-    for seed in range(40):
-        backward(model, optimizer, seed % 3, delay_overflow_check=True)
-        assert delayed_overflow_flags(scaler) <= 4
-        assert overflow_flags(optimizer) <= 4
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_early_overflow_put_off_by_many_blocks_skips(level, monkeypatch):
-    keep_few_flags(monkeypatch, 16)
+def test_an_early_overflow_put_off_by_many_blocks_skips(level):
+    """One flag tells of all of them."""
     model, optimizer = start(level)
     before = [p.detach().clone() for p in amp.master_params(optimizer)]
     for seed in range(40):
         backward(model, optimizer, seed % 3, times=float("inf") if seed == 0 else 1.0, delay_overflow_check=True)
-    assert overflow_flags(optimizer) <= 16
+    assert overflow_flags(optimizer) == 1
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
     assert all(torch.equal(a, b) for a, b in zip(before, amp.master_params(optimizer), strict=True))
