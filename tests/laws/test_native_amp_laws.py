@@ -166,15 +166,10 @@ def refuses(native, step):
     return False
 
 
-CLEAR_ALL = {"do": "clear", "who": "all", "how": "none"}
-
-
 def run(program):
     """Run the reference, then the file, and compare what is seen after every step; return how many were taken.
 
-    The file leaves out what no script does. A program ends before a step that ``is_left_out``. Where gradients have
-    overflowed, they are not compared; before the script uses or clears them, the optimizers of these blocks skip their
-    steps, and all gradients are cleared: the file zeroes them, and remembers overflows by optimizer.
+    The file leaves out what no script does: a program ends before a step that ``is_left_out``.
     """
     config = program["config"]
     reference = Reference(config)
@@ -182,7 +177,6 @@ def run(program):
     taken = []
     delayed = set()
     overflowed = set()
-    count = 0
     for one in program["steps"]:
         seen = expected[-1]
         has_gradients = any(grad is not None for grad in gradients(seen).values())
@@ -192,17 +186,12 @@ def run(program):
         if one["do"] == "block" and has_gradients:  # sums of three are rounded in another order
             inside = [inner for inner in one["inside"] if inner["do"] != "block"]
             one = {**one, "passes": min(one["passes"], 1), "inside": inside}
-        skips = [step(number) for number in sorted(holders(config, overflowed))]
-        for each in [*skips, CLEAR_ALL] if is_lost and one["do"] in ("step", "clear") else [one]:
-            fate = reference.take(each)
-            is_broken = is_dynamic(config) and not are_finite(reference.seen(), "weight")
-            if fate == "refused" or is_broken:
-                break
-            expected.append(reference.seen())
-            taken.append(each if fate == "taken" else None)
+        fate = reference.take(one)
+        is_broken = is_dynamic(config) and not are_finite(reference.seen(), "weight")
         if fate == "refused" or is_broken:
             break
-        count += 1
+        expected.append(reference.seen())
+        taken.append(one if fate == "taken" else None)
         if is_dynamic(config) and are_finite(gradients(expected[-1])):
             overflowed.clear()
         elif one["do"] == "block":
@@ -216,9 +205,8 @@ def run(program):
     for index, (one, values) in enumerate(zip([None, *taken], expected, strict=True)):
         if one is not None:
             native.take(one)
-        is_lost = is_dynamic(config) and not are_finite(gradients(values))
-        check(index, native.seen(), {name: value for name, value in values.items() if is_compared(name, is_lost)})
-    return count
+        check(index, native.seen(), {name: value for name, value in values.items() if is_compared(name)})
+    return len(taken)
 
 
 def is_left_out(step, has_gradients, is_lost, delayed, overflowed):
@@ -240,16 +228,6 @@ def is_left_out(step, has_gradients, is_lost, delayed, overflowed):
     return is_lost and step["do"] in ("edit", "clip")
 
 
-def holders(config, optimizers):
-    """``optimizers``, and those that hold some of their weights."""
-    found = set(optimizers)
-    for owner, sharers, late in zip(config["owners"], config["sharers"], config["late"], strict=True):
-        together = {owner, late, *sharers} - {None}
-        if together & set(optimizers):
-            found |= together
-    return found
-
-
 def is_dynamic(config):
     return config["loss_scale"] == "dynamic" or (config["loss_scale"] is None and config["level"] == "O1")
 
@@ -263,9 +241,9 @@ def are_finite(seen, beginning=""):
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
-def is_compared(name, is_lost):
-    """Names that only amp has are not; nor are gradients that have overflowed."""
-    return name != "skipped" and not name.startswith("saved") and not (is_lost and "grad" in name)
+def is_compared(name):
+    """Names that only amp has are not."""
+    return name != "skipped" and not name.startswith("saved")
 
 
 def generate(seed):
