@@ -176,31 +176,36 @@ def run(program):
     expected = [reference.seen()]
     taken = []
     delayed = set()
-    overflowed = set()
+    overflowed = set()  # optimizers that have gradients which are not finite of blocks of their own
+    pending = set()  # those that will skip their next step
     for one in program["steps"]:
         seen = expected[-1]
         has_gradients = any(grad is not None for grad in gradients(seen).values())
         is_lost = is_dynamic(config) and not are_finite(gradients(seen))
-        if is_left_out(one, has_gradients, is_lost, delayed, overflowed):
+        if is_left_out(one, has_gradients, is_lost, delayed, overflowed, pending):
             break
         if one["do"] == "block" and has_gradients:  # sums of three are rounded in another order
             inside = [inner for inner in one["inside"] if inner["do"] != "block"]
             one = {**one, "passes": min(one["passes"], 1), "inside": inside}
+        if one["do"] == "clear" and pending:  # of zeros the file does not hear: the next step is skipped
+            one = {**one, "how": "none"}
         fate = reference.take(one)
         is_broken = is_dynamic(config) and not are_finite(reference.seen(), "weight")
         if fate == "refused" or is_broken:
             break
         expected.append(reference.seen())
         taken.append(one if fate == "taken" else None)
-        if is_dynamic(config) and are_finite(gradients(expected[-1])):
-            overflowed.clear()
-        elif one["do"] == "block":
-            overflowed |= set(one["optimizers"])
+        is_lost = is_dynamic(config) and not are_finite(gradients(expected[-1]))
         if one["do"] == "block":
+            pending = pending | holders(config, one["optimizers"]) if is_lost else set()
+            overflowed |= set(one["optimizers"])
             delayed -= set(one["optimizers"])
             delayed |= set(one["optimizers"] if one["delay_unscale"] else ())
         elif one["do"] == "step":
             delayed.discard(one["optimizer"])
+            pending.discard(one["optimizer"])
+        if not is_lost:
+            overflowed.clear()
     native = Native(config)
     for index, (one, values) in enumerate(zip([None, *taken], expected, strict=True)):
         if one is not None:
@@ -209,13 +214,14 @@ def run(program):
     return len(taken)
 
 
-def is_left_out(step, has_gradients, is_lost, delayed, overflowed):
+def is_left_out(step, has_gradients, is_lost, delayed, overflowed, pending):
     """Whether the file does otherwise than amp.
 
     A delayed block on top of older gradients shows the sum of both; a block that raises clears older ones; a block of
-    some of the optimizers of a delayed one ends that first; an optimizer that has non-finite gradients of another's
-    block skips its step. Gradients that are cleared while they are delayed count for the scale all the same; weights
-    that join keep their gradients; a script that edits or clips gradients which have overflowed finds its step skipped.
+    some of the optimizers of a delayed one ends that first. Gradients that are cleared while they are delayed count for
+    the scale all the same; weights that join keep their gradients. Gradients that overflowed in a block of another
+    optimizer, and were not cleared, count for a block. That an overflow was cleared is seen by the next block or step,
+    but not if a backward pass outside of blocks comes before it.
     """
     if step["do"] == "block":
         chosen = set(step["optimizers"])
@@ -223,9 +229,19 @@ def is_left_out(step, has_gradients, is_lost, delayed, overflowed):
         return adds_otherwise or bool(delayed - chosen) or (is_lost and bool(chosen - overflowed))
     if step["do"] == "join":
         return has_gradients or bool(delayed)
-    if step["do"] == "clear":
-        return bool(delayed)
-    return is_lost and step["do"] in ("edit", "clip")
+    if step["do"] == "plain":
+        return bool(pending)
+    return step["do"] == "clear" and bool(delayed)
+
+
+def holders(config, optimizers):
+    """``optimizers``, and those that hold some of their weights."""
+    found = set(optimizers)
+    for owner, sharers, late in zip(config["owners"], config["sharers"], config["late"], strict=True):
+        together = {owner, late, *sharers} - {None}
+        if together & set(optimizers):
+            found |= together
+    return found
 
 
 def is_dynamic(config):

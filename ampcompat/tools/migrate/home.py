@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ampcompat.tools.check.source import Source
-
-NAME = "native_amp"
-CONTENT = Path(__file__).with_name(f"{NAME}.py")
+from ampcompat.tools.migrate.parts import NAME
 
 
 class Home(NamedTuple):
@@ -34,7 +32,7 @@ def homes(wanting: Mapping[Path, Path], codes: Mapping[Path, str]) -> dict[Path,
     imported = _files_imported(codes)
     namespaces = {path: _namespace_package(path, root, codes, imported) for path, root in wanting.items()}
     tops = {path: namespace or _top_package(path, codes) for path, namespace in namespaces.items()}
-    there = [path.parent for path in codes if path.name == CONTENT.name and (path.parent / "__init__.py").exists()]
+    there = [path.parent for path in codes if path.name == f"{NAME}.py" and (path.parent / "__init__.py").exists()]
     packages: defaultdict[Path, set[Path]] = defaultdict(set)
     for top in (*tops.values(), *there):
         if top is not None:

@@ -19,9 +19,9 @@ from ampcompat.tools.check.findings import UNSUPPORTED
 from ampcompat.tools.check.source import Source
 from ampcompat.tools.check.symbols import MODULES, ON_OPTIMIZERS, canonical, verdict
 from ampcompat.tools.migrate.edits import Edits
-from ampcompat.tools.migrate.home import NAME
 from ampcompat.tools.migrate.mentions import INSTALLED, is_apex, listed, mentions, note_install_advice, probes
 from ampcompat.tools.migrate.methods import note_losses_of_methods
+from ampcompat.tools.migrate.parts import NAME
 from ampcompat.tools.migrate.provided import attributes, has, takes
 from ampcompat.tools.migrate.replaced import (
     TO_FLOAT,

@@ -30,32 +30,29 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import gc
+import gc  # <checkpoints>
 import types
-import warnings
+import warnings  # <checkpoints, unused_forwards>
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
+# <star_imports>
 __all__ = [
-    # <functions>
     "disable_casts",
     "float_function",
     "half_function",
-    # </functions>
     "initialize",
     "load_state_dict",
     "master_params",
-    # <functions>
     "register_float_function",
     "register_half_function",
-    # </functions>
     "scale_loss",
     "state_dict",
 ]
-
+# </star_imports>
 #: The dtype of a model's forward, and the loss scale, of each opt_level.
 LEVELS: dict[str, tuple[torch.dtype | None, str | float]] = {
     "O0": (None, 1.0),
@@ -75,21 +72,21 @@ _amp_state = types.SimpleNamespace(
     verbosity=1,
     device_type="cpu",
     optimizers=weakref.WeakKeyDictionary(),  # in the order of their calls
+    # <unused_forwards>
     models_to_watch=weakref.WeakSet(),  # models whose forward has not run yet
+    # </unused_forwards>
 )
 
 
 class LossScaler:
     """A loss scale. A dynamic one is halved by an overflow, and doubled after 2000 blocks without one."""
 
-    def __init__(
-        self, loss_id: int, loss_scale: str | float, min_loss_scale: float | None, max_loss_scale: float
-    ) -> None:
+    def __init__(self, loss_id: int, loss_scale: str | float, minimum: float | None, maximum: float) -> None:
         self.loss_id = loss_id
         self.dynamic = loss_scale == "dynamic"
-        self._loss_scale = min(2.0**16, max_loss_scale) if self.dynamic else float(loss_scale)
-        self._min_loss_scale = 2.0**-24 if min_loss_scale is None else min_loss_scale
-        self._max_loss_scale = max_loss_scale
+        self._loss_scale = min(2.0**16, maximum) if self.dynamic else float(loss_scale)
+        self._min_loss_scale = 2.0**-24 if minimum is None else minimum
+        self._max_loss_scale = maximum
         self._scale_seq_len = 2000
         self._unskipped = 0
         self._has_overflow = False
@@ -97,11 +94,6 @@ class LossScaler:
     def loss_scale(self) -> float:
         """Return the scale."""
         return self._loss_scale
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether the scale is always 1, so that blocks have nothing to scale and to count."""
-        return not self.dynamic and self._loss_scale == 1.0
 
     def update(self, has_overflow: bool) -> None:
         """Count a block, and move the scale."""
@@ -140,9 +132,6 @@ def initialize(
     optimizer_list = [] if optimizers is None else _as_list(optimizers)
     if opt_level not in LEVELS:
         raise RuntimeError(f"opt_level={opt_level!r} is not one of {', '.join(LEVELS)}; they begin with the letter O")
-    named_level = f"O{str(enabled)[1:]}"  # of "O2", "o2" or "02" in the place of ``enabled``
-    if named_level in LEVELS and named_level != opt_level:
-        raise TypeError(f"the third argument of initialize is enabled; pass opt_level={named_level!r} by name")
     dtype, default_scale = LEVELS[opt_level]
     if cast_model_type is not None:
         dtype = cast_model_type if cast_model_type in (torch.float16, torch.bfloat16) else None
@@ -174,49 +163,46 @@ def _as_list(value: Any) -> list[Any]:
 class _Forward:
     """Stands in the place of ``model.forward``, and runs it under autocast."""
 
-    def __init__(self, plain: Callable[..., Any]) -> None:
+    def __init__(self, plain: Callable[..., Any], device_type: str, dtype: Any, output_dtype: torch.dtype) -> None:
         self.__wrapped__ = plain  # where ``inspect.signature`` looks
-        self.device_type = "cpu"
-        self.dtype: torch.dtype | None = None
-        self.output_dtype = torch.float32
-        self.has_run = False
+        self.device_type = device_type
+        self.dtype = dtype
+        self.output_dtype = output_dtype
+        self.has_run = False  # <unused_forwards>
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.has_run = True
+        self.has_run = True  # <unused_forwards>
         if self.dtype is None:
             return self.__wrapped__(*args, **kwargs)
         with torch.autocast(self.device_type, self.dtype, cache_enabled=CACHE_ENABLED):
             outputs = self.__wrapped__(*args, **kwargs)
-        cast = functools.partial(_cast, dtype=self.output_dtype)
-        # <retained_gradients>
-        cast = functools.partial(_cast_output, dtype=self.output_dtype)
-        # </retained_gradients>
-        return _map(outputs, cast)
+        outputs = _map(outputs, functools.partial(_cast_output, dtype=self.output_dtype))  # <retained_gradients>
+        return _map(outputs, functools.partial(_cast, dtype=self.output_dtype))
 
+    # <forward_attributes>
     def __getattr__(self, name: str) -> Any:
         """Answer for the model's own forward, whose ``__code__`` and ``__name__`` some callers read."""
         if name == "__wrapped__":  # asked for while this is being copied
             raise AttributeError(name)
         return getattr(self.__wrapped__, name)
 
+    # </forward_attributes>
+
 
 def _wrap_forward(model: Any, dtype: torch.dtype | None, output_dtype: torch.dtype) -> None:
     """Make the forward of a model run under autocast in ``dtype``; None: as it did before amp."""
     model = getattr(model, "_orig_mod", model)  # of torch.compile
-    _amp_state.models_to_watch.discard(model)
-    if not isinstance(model.forward, _Forward):
-        if dtype is None:
-            return
-        model.forward = _Forward(model.forward)
-        # <data_parallel>
-        model._replicate_for_data_parallel = types.MethodType(_replicate_for_data_parallel, model)
-        # </data_parallel>
-    model.forward.device_type = _device_type_of([model])
-    model.forward.dtype = dtype
-    model.forward.output_dtype = output_dtype
-    model.forward.has_run = False
+    _amp_state.models_to_watch.discard(model)  # <unused_forwards>
+    is_wrapped = isinstance(model.forward, _Forward)
+    if dtype is None and not is_wrapped:
+        return
+    plain = model.forward.__wrapped__ if is_wrapped else model.forward
+    model.forward = _Forward(plain, _device_type_of([model]), dtype, output_dtype)
+    model._replicate_for_data_parallel = types.MethodType(_replicate_for_data_parallel, model)  # <data_parallel>
+    # <unused_forwards>
     if dtype is not None:
         _amp_state.models_to_watch.add(model)
+    # </unused_forwards>
 
 
 def _device_type_of(models: list[Any]) -> str:
@@ -229,7 +215,7 @@ def _device_type_of(models: list[Any]) -> str:
 # <data_parallel>
 def _replicate_for_data_parallel(model: Any) -> Any:
     """Make a replica for ``torch.nn.DataParallel``, whose forward uses the weights of the replica."""
-    model.forward.has_run = True
+    model.forward.has_run = True  # <unused_forwards>
     replica = type(model)._replicate_for_data_parallel(model)
     replica.forward = copy.copy(model.forward)
     replica.forward.__wrapped__ = types.MethodType(model.forward.__wrapped__.__func__, replica)
@@ -237,6 +223,7 @@ def _replicate_for_data_parallel(model: Any) -> Any:
 
 
 # </data_parallel>
+# <unused_forwards>
 def _warn_of_unused_forwards() -> None:
     """Warn once of a model whose weights have gradients while its forward has never run."""
     for model in list(_amp_state.models_to_watch):
@@ -252,6 +239,7 @@ def _warn_of_unused_forwards() -> None:
             )
 
 
+# </unused_forwards>
 # <retained_gradients>
 def _cast_output(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a copy in ``dtype`` of a tensor that a model returns.
@@ -318,34 +306,30 @@ def scale_loss(
     model: Any = None,
     # <delayed_blocks>
     delay_unscale: bool = False,
-    # </delayed_blocks>
     delay_overflow_check: bool = False,
+    # </delayed_blocks>
 ) -> Iterator[torch.Tensor]:
     """Yield the scaled loss. At the end, divide the gradients by the scale.
 
     If the block raises, set them to None (accumulated ones too). ``loss_id`` says which of the ``num_losses`` scales is
-    used; ``model`` and ``delay_overflow_check`` are not.
-    """
+    used; ``model`` is not.
     # <delayed_blocks>
-    # With delay_unscale=True, gradients stay scaled for the next block: for all but the last of several backward passes
-    # before a step. Under DistributedDataParallel.no_sync() it is needed, elsewhere it saves time.
+
+    With ``delay_unscale=True``, leave gradients scaled for the next block: for all but the last of several backward
+    passes before a step. Under ``DistributedDataParallel.no_sync()`` it is needed, elsewhere it saves time.
+    ``delay_overflow_check`` has no effect.
     # </delayed_blocks>
+    """
     optimizer_list = _as_list(optimizers)
     scalers = _loss_scalers_of(optimizer_list)
     if not scalers:  # enabled=False
         yield loss
         return
-    if loss_id not in range(-len(scalers), len(scalers)):
-        raise IndexError(f"loss_id={loss_id} with num_losses={len(scalers)}; pass a larger num_losses to initialize")
     scaler = scalers[loss_id]
-    block = _begin([] if scaler.is_idle else optimizer_list, scaler)
-    passes: list[str] = []  # the losses that a backward pass went through
+    scales = scaler.dynamic or scaler.loss_scale() != 1.0
+    block = _begin(optimizer_list if scales else [], scaler)  # without parameters, it has nothing to do
     try:
-        scaled_loss = loss.float() * block.scale
-        if scaled_loss.requires_grad and not scaler.is_idle:
-            loss.register_hook(lambda _: passes.append("loss"))  # type: ignore[no-untyped-call]
-            scaled_loss.register_hook(lambda _: passes.append("scaled loss"))  # type: ignore[no-untyped-call]
-        yield scaled_loss
+        yield loss.float() * block.scale
     # <explanations>
     except RuntimeError as error:
         _abandon(block)
@@ -361,9 +345,7 @@ def scale_loss(
         return
     # </delayed_blocks>
     _end(block)
-    if passes and "scaled loss" not in passes:
-        warnings.warn("backward() of the unscaled loss; call it on what scale_loss yields", stacklevel=3)
-    _warn_of_unused_forwards()
+    _warn_of_unused_forwards()  # <unused_forwards>
 
 
 # <explanations>
@@ -381,7 +363,8 @@ def _explain_dtypes(error: RuntimeError) -> None:
 # </explanations>
 def _loss_scalers_of(optimizers: list[Any]) -> list[LossScaler]:
     """Return the loss scalers of the call of ``initialize`` that was given the optimizers; none where amp is off."""
-    _check_initialized("scale_loss")
+    if _amp_state.opt_properties is None:
+        raise RuntimeError("scale_loss before initialize; call amp.initialize of this module first")
     loss_scalers: list[LossScaler] = _amp_state.loss_scalers
     for optimizer in optimizers:
         if hasattr(optimizer, "_amp_stash"):
@@ -390,11 +373,6 @@ def _loss_scalers_of(optimizers: list[Any]) -> list[LossScaler]:
             kind = type(optimizer).__name__
             raise RuntimeError(f"scale_loss got a {kind} that initialize was not given; pass it to amp.initialize")
     return loss_scalers
-
-
-def _check_initialized(name: str) -> None:
-    if _amp_state.opt_properties is None:
-        raise RuntimeError(f"{name} before initialize; call amp.initialize of this module first")
 
 
 def _begin(optimizers: list[Any], scaler: LossScaler) -> _Block:
@@ -430,7 +408,7 @@ def _end(block: _Block) -> None:
             gradient += value
     for param in block.params:
         del param._amp_block
-    if not block.scaler.is_idle:
+    if block.params:
         block.scaler.update(has_overflow)
     # <delayed_blocks>
     for scaler in block.earlier_scalers:
@@ -525,9 +503,7 @@ def _set_aside(params: Iterable[Any]) -> list[tuple[Any, torch.Tensor, torch.Ten
 
 def master_params(optimizer: Any) -> Iterator[Any]:
     """Yield the parameters of an optimizer, which are their own masters, with unscaled gradients."""
-    # <delayed_blocks>
-    _end_delayed(_params_of([optimizer]))
-    # </delayed_blocks>
+    _end_delayed(_params_of([optimizer]))  # <delayed_blocks>
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -536,12 +512,10 @@ def master_params(optimizer: Any) -> Iterator[Any]:
 def _wrap_step(optimizer: Any) -> None:
     """Make an optimizer skip its step after an overflow.
 
-    ``overflowed`` is the scaler of a block that overflowed since the last step. ``has_skipped``: gradients that
+    ``overflowed`` is the scaler of a block that overflowed since the last step. ``skipped``: gradients that
     overflowed before it may be left.
     """
-    optimizer._amp_stash = types.SimpleNamespace(
-        loss_scalers=_amp_state.loss_scalers, overflowed=None, has_skipped=False
-    )
+    optimizer._amp_stash = types.SimpleNamespace(loss_scalers=_amp_state.loss_scalers, overflowed=None, skipped=False)
     _amp_state.optimizers.pop(optimizer, None)
     _amp_state.optimizers[optimizer] = None
     step = optimizer.step
@@ -561,28 +535,29 @@ def _wrap_step(optimizer: Any) -> None:
 
 
 def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Step, unless gradients overflowed."""
+    """Step, unless gradients overflowed. These stay: scripts look at them after the step."""
     params = _params_of([optimizer])
     _refuse_scaled(params)
-    # <delayed_blocks>
-    _end_delayed(params)
-    # </delayed_blocks>
+    _end_delayed(params)  # <delayed_blocks>
+    step = _with_checked_closure(optimizer, step)  # <closures>
     reason = _reason_to_skip(optimizer)
-    if reason is not None:
-        _skip(optimizer, reason)
-        return None
-    # <closures>
-    step = _with_checked_closure(optimizer, step)
-    # </closures>
-    return step(*args, **kwargs)
+    if reason is None:
+        return step(*args, **kwargs)
+    optimizer._amp_stash.overflowed = None
+    optimizer._amp_stash.skipped = True
+    optimizer._opt_called = True  # what LR schedulers look at, to warn of steps that were forgotten
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if _amp_state.verbosity > 0 and not (distributed and torch.distributed.get_rank() > 0):
+        print(f"Gradient overflow.  Skipping step, {reason}")
+    return None
 
 
 def _has_overflow_left(optimizer: Any) -> bool:
     """Return whether gradients that overflowed may be there. There are none any more once all are None."""
     stash = optimizer._amp_stash
     if all(param.grad is None for param in _params_of([optimizer])):
-        stash.overflowed, stash.has_skipped = None, False
-    return stash.overflowed is not None or stash.has_skipped
+        stash.overflowed, stash.skipped = None, False
+    return stash.overflowed is not None or stash.skipped
 
 
 def _reason_to_skip(optimizer: Any) -> str | None:
@@ -594,18 +569,8 @@ def _reason_to_skip(optimizer: Any) -> str | None:
         return f"loss scaler {scaler.loss_id} reducing loss scale to {scaler.loss_scale()}"
     if not _are_finite(_gradients_of(_params_of([optimizer]))):
         return "gradients of an earlier overflow were not cleared; call zero_grad"
-    optimizer._amp_stash.has_skipped = False
+    optimizer._amp_stash.skipped = False
     return None
-
-
-def _skip(optimizer: Any, reason: str) -> None:
-    """Leave out a step, and say so on the first rank. Gradients stay: scripts look at them after the step."""
-    optimizer._amp_stash.overflowed = None
-    optimizer._amp_stash.has_skipped = True
-    optimizer._opt_called = True  # what LR schedulers look at, to warn of steps that were forgotten
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if _amp_state.verbosity > 0 and not (distributed and torch.distributed.get_rank() > 0):
-        print(f"Gradient overflow.  Skipping step, {reason}")
 
 
 # <closures>
@@ -683,10 +648,10 @@ def _with_cast_arguments(function: Any, dtype: torch.dtype | None) -> Any:
 
 
 # </functions>
+# <checkpoints>
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 def state_dict() -> dict[str, dict[str, float]]:
     """Return the loss scales, as apex saved them: of the last call, then of earlier ones whose optimizers are alive."""
-    _check_initialized("state_dict")
     return {
         f"loss_scaler{i}": {"loss_scale": scaler._loss_scale, "unskipped": scaler._unskipped}
         for i, scaler in enumerate(_living_scalers())
@@ -695,7 +660,6 @@ def state_dict() -> dict[str, dict[str, float]]:
 
 def load_state_dict(state: dict[str, dict[str, Any]]) -> None:
     """Go on with saved loss scales, of apex or of this module; all calls of ``initialize`` come before."""
-    _check_initialized("load_state_dict")
     for key in state:
         if not key.startswith("loss_scaler"):
             raise RuntimeError(f"{key!r} is not a loss scale; of a whole checkpoint, pass checkpoint['amp']")
@@ -708,13 +672,16 @@ def load_state_dict(state: dict[str, dict[str, Any]]) -> None:
 
 
 def _living_scalers() -> list[LossScaler]:
-    gc.collect()  # an optimizer's step is bound to it: the two hold each other
+    if _amp_state.opt_properties is None:
+        raise RuntimeError("a checkpoint of amp before initialize; call amp.initialize of this module first")
+    gc.collect()  # an optimizer that is gone holds itself until then, by its bound step
     scalers = list(_amp_state.loss_scalers)
     for optimizer in reversed(list(_amp_state.optimizers)):
         scalers += [scaler for scaler in optimizer._amp_stash.loss_scalers if scaler not in scalers]
     return scalers
 
 
+# </checkpoints>
 # <fused_checkpoints>
 def _as_torch_saves(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a checkpoint of apex's FusedAdam or FusedAdagrad as one of torch's optimizer.

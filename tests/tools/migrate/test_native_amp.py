@@ -773,51 +773,8 @@ def test_what_is_refused(amp):
             call()
     with pytest.raises(RuntimeError, match="'01' is not one of O0, .* the letter O"):
         amp.initialize(model, optimizer, opt_level="01")
-    for level in ("O2", "o2", "02"):
-        with pytest.raises(TypeError, match="third argument .* enabled; pass opt_level='O2'"):
-            amp.initialize(model, optimizer, level)
     assert "forward" not in vars(model)
     assert not hasattr(optimizer, "_amp_stash")
-
-
-def test_a_third_argument_that_agrees_with_the_level(amp):
-    model, _ = amp.initialize(nn.Linear(4, 2), [], "O1")
-    assert torch.equal(model(X), model(X).half().float())
-
-
-@pytest.mark.parametrize("loss_id", [2, -3])
-def test_a_loss_id_that_has_no_scale(amp, loss_id):
-    model, optimizer = start(amp, num_losses=2)
-    with (
-        pytest.raises(IndexError, match=f"loss_id={loss_id} .*num_losses=2"),
-        amp.scale_loss(model(X).sum(), optimizer, loss_id),
-    ):
-        pass
-
-
-def test_a_backward_pass_of_the_unscaled_loss_is_warned_of(amp):
-    model, optimizer = start(amp)
-    loss = model(X).sum()
-    block = amp.scale_loss(loss, optimizer)
-    with pytest.warns(UserWarning, match="backward.* unscaled loss") as caught, block:
-        loss.backward()
-    assert caught[0].filename == __file__
-    model, optimizer = start(amp, opt_level="O5")
-    loss = model(X).sum()
-    with amp.scale_loss(loss, optimizer):
-        loss.backward()
-
-
-def test_an_unscaled_loss_that_gives_weights_no_gradients_is_not_warned_of(amp):
-    model, optimizer = start(amp)
-    loss = model(X).sum()
-    with amp.scale_loss(loss, optimizer) as scaled:
-        penalty = torch.autograd.grad(loss, model.weight, create_graph=True)[0].sum()
-        (scaled + 0 * penalty).backward()
-    with amp.scale_loss(model(X).sum(), optimizer):  # without a backward pass
-        pass
-    with amp.scale_loss(model(X).sum().detach(), optimizer):
-        pass
 
 
 def test_a_step_and_a_block_inside_of_a_block_are_refused(amp):
