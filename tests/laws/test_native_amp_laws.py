@@ -5,11 +5,11 @@ Weights are float32 at every level there: the reference runs at O0, O1 and O4. T
 
 import contextlib
 import copy
-import importlib.util
 import io
 import math
 import pprint
 import sys
+import types
 
 import law_profiles  # noqa: F401 - loads the profile
 import programs
@@ -19,33 +19,45 @@ from hypothesis import settings
 from reference_amp import Raised, Reference
 from test_training_laws import SHARED, STALE, TOGETHER, block, check, clear, step
 
-from ampcompat.tools.migrate import native_amp
+from ampcompat.tools.migrate.parts import PARTS, written
 
 LEVELS = {"O0": "O0", "O1": "O1", "O2": "O1", "O3": "O1", "O4": "O4", "O5": "O4"}
 #: Steps about master weights, and about what a script cannot ask of the file.
 LEFT_OUT = (*programs.CHANGES, "leave", "come_back", "write", "load_scaler", "save")
 
 
-def fresh():
+def fresh(parts):
     """The file as a module of its own, with a state of its own."""
-    spec = importlib.util.spec_from_file_location("native_amp", native_amp.__file__)
-    module = importlib.util.module_from_spec(spec)
+    module = types.ModuleType("native_amp")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "native_amp", module)  # dataclasses look there
-        spec.loader.exec_module(module)
+        exec(compile(written(parts), "native_amp.py", "exec"), vars(module))
     return module
+
+
+def parts_of(program):
+    """All parts of the file, or those alone that a program uses."""
+    if program.get("seed", 0) % 2 == 0:
+        return PARTS
+    blocks = [one for one in program["steps"] if one["do"] == "block"]
+    uses = {
+        "delayed_blocks": any(one["delay_unscale"] for one in blocks),
+        "checkpoints": any(one["do"] in ("snapshot", "rewind") for one in program["steps"]),
+    }
+    return [part for part, is_used in uses.items() if is_used]
 
 
 class Native:
     """A run of a program, by torch under ``native_amp.py``."""
 
-    def __init__(self, config):
-        self.config = config
+    def __init__(self, program):
+        self.config = program["config"]
+        self.parts = parts_of(program)
         self.make(seed=0)
 
     def make(self, seed):
         config = self.config
-        self.amp = fresh()
+        self.amp = fresh(self.parts)
         self.models, self.weights = programs.build(config, seed)
         self.optimizers = programs.make_optimizers(config, self.weights)
         self.amp.initialize(
@@ -80,7 +92,8 @@ class Native:
     def open_block(self, part, chosen, **more):
         loss = programs.loss_of(self.models, part)
         chosen = [self.optimizers[n] for n in chosen]
-        return self.amp.scale_loss(loss, chosen if len(chosen) > 1 else chosen[0], part["loss_id"], **more)
+        given = {name: value for name, value in more.items() if value}
+        return self.amp.scale_loss(loss, chosen if len(chosen) > 1 else chosen[0], part["loss_id"], **given)
 
     def block(self, step):
         opened = self.open_block(step, step["optimizers"], delay_unscale=step["delay_unscale"])
@@ -206,7 +219,7 @@ def run(program):
             pending.discard(one["optimizer"])
         if not is_lost:
             overflowed.clear()
-    native = Native(config)
+    native = Native(program)
     for index, (one, values) in enumerate(zip([None, *taken], expected, strict=True)):
         if one is not None:
             native.take(one)
@@ -220,7 +233,7 @@ def is_left_out(step, has_gradients, is_lost, delayed, overflowed, pending):
     A delayed block on top of older gradients shows the sum of both; a block that raises clears older ones; a block of
     some of the optimizers of a delayed one ends that first. Gradients that are cleared while they are delayed count for
     the scale all the same; weights that join keep their gradients. Gradients that overflowed in a block of another
-    optimizer, and were not cleared, count for a block. That an overflow was cleared is seen by the next block or step,
+    optimizer, and were not cleared, count for a block, and are stepped with. That an overflow was cleared is seen by the next block or step,
     but not if a backward pass outside of blocks comes before it.
     """
     if step["do"] == "block":
@@ -231,6 +244,8 @@ def is_left_out(step, has_gradients, is_lost, delayed, overflowed, pending):
         return has_gradients or bool(delayed)
     if step["do"] == "plain":
         return bool(pending)
+    if step["do"] == "step":
+        return is_lost and step["optimizer"] not in overflowed
     return step["do"] == "clear" and bool(delayed)
 
 

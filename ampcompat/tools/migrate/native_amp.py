@@ -41,16 +41,16 @@ import torch
 
 # <star_imports>
 __all__ = [
-    "disable_casts",
-    "float_function",
-    "half_function",
+    "disable_casts",  # <functions>
+    "float_function",  # <functions>
+    "half_function",  # <functions>
     "initialize",
-    "load_state_dict",
+    "load_state_dict",  # <checkpoints>
     "master_params",
-    "register_float_function",
-    "register_half_function",
+    "register_float_function",  # <functions>
+    "register_half_function",  # <functions>
     "scale_loss",
-    "state_dict",
+    "state_dict",  # <checkpoints>
 ]
 # </star_imports>
 #: The dtype of a model's forward, and the loss scale, of each opt_level.
@@ -170,15 +170,6 @@ class _Forward:
         self.output_dtype = output_dtype
         self.has_run = False  # <unused_forwards>
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.has_run = True  # <unused_forwards>
-        if self.dtype is None:
-            return self.__wrapped__(*args, **kwargs)
-        with torch.autocast(self.device_type, self.dtype, cache_enabled=CACHE_ENABLED):
-            outputs = self.__wrapped__(*args, **kwargs)
-        outputs = _map(outputs, functools.partial(_cast_output, dtype=self.output_dtype))  # <retained_gradients>
-        return _map(outputs, functools.partial(_cast, dtype=self.output_dtype))
-
     # <forward_attributes>
     def __getattr__(self, name: str) -> Any:
         """Answer for the model's own forward, whose ``__code__`` and ``__name__`` some callers read."""
@@ -187,6 +178,14 @@ class _Forward:
         return getattr(self.__wrapped__, name)
 
     # </forward_attributes>
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.has_run = True  # <unused_forwards>
+        if self.dtype is None:
+            return self.__wrapped__(*args, **kwargs)
+        with torch.autocast(self.device_type, self.dtype, cache_enabled=CACHE_ENABLED):
+            outputs = self.__wrapped__(*args, **kwargs)
+        outputs = _map(outputs, functools.partial(_cast_output, dtype=self.output_dtype))  # <retained_gradients>
+        return _map(outputs, functools.partial(_cast, dtype=self.output_dtype))
 
 
 def _wrap_forward(model: Any, dtype: torch.dtype | None, output_dtype: torch.dtype) -> None:

@@ -9,6 +9,7 @@ is harmless.
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -26,7 +27,7 @@ NEEDS = {
         "closures": r"closure|LBFGS|^(?!.*sched).*\.step\([^)\n]",
         "data_parallel": r"\bDataParallel\b|\bdata_parallel\b|\breplicate\b",
         # By its name, or by arguments that nobody can read.
-        "delayed_blocks": r"delay_unscale|no_sync|scale_loss\(.*[(,]\s*\*|scale_loss\(([^,\n]*,){4}|scale_loss\($",
+        "delayed_blocks": r"delay_unscale|no_sync|scale_loss\((.*[(,])?\s*\*|scale_loss\(([^,\n]*,){4}|scale_loss\($",
         # Functions of autograd, whose backward may meet two dtypes.
         "explanations": r"\bFunction\b",
         # Who reads more of a forward than its signature.
@@ -36,15 +37,15 @@ NEEDS = {
         "retained_gradients": r"retain_grad",
         "star_imports": r"import \*",
         # Losses that may come from another method of a model, or from a part of it.
-        "unused_forwards": r"^\s+(async )?def (?!forward\b|_)\w+\(\s*self|\.(module\.)?(\w*(loss|encode|decode|sample|"
-        r"features|backbone|trunk|generator|discriminator)\w*|log_prob|act|evaluate|head)\(",
+        "unused_forwards": r"^\s+(async )?def (?!forward\b|_)\w+\(\s*self|"
+        r"(?<!\bF)(?<!functional)\.(?!scale_loss)(\w*(loss|encode|decode|sample|features|backbone|trunk|head)\w*)\(",
     }.items()
 }
 PARTS = frozenset(NEEDS)
 
 MARKER = re.compile(r"(?P<line>.*?) *# <(?P<end>/?)(?P<parts>\w+(, \w+)*)>")
 ORIGIN = "Written by ampcompat with all of its parts."
-WRITTEN = re.compile(r"Written by ampcompat \S+\. Its optional parts, as far as the code uses them: ([\w, ]+)\.")
+WRITTEN = re.compile(r"Written by ampcompat \S+, with the optional parts that the code around it uses: ([\w,\s]+)\.")
 
 
 def needed_by(texts: Iterable[str | None]) -> frozenset[str]:
@@ -72,9 +73,9 @@ def written(parts: Iterable[str]) -> str:
             is_kept = is_wanted or marker["end"] == "/"
         elif is_kept and is_wanted:
             lines.append(marker["line"])
-    origin = f"Written by ampcompat {__version__}. Its optional parts, as far as the code uses them: "
-    text = "\n".join(lines) + "\n"
-    return text.replace(ORIGIN, f"{origin}{', '.join(wanted) or 'none'}.")
+    names = ", ".join(wanted) or "none"
+    origin = f"Written by ampcompat {__version__}, with the optional parts that the code around it uses: {names}."
+    return "\n".join(lines).rstrip().replace(ORIGIN, textwrap.fill(origin, 120)) + "\n"
 
 
 def parts_of(copy: str) -> frozenset[str] | None:
@@ -82,5 +83,5 @@ def parts_of(copy: str) -> frozenset[str] | None:
     origin = WRITTEN.search(copy)
     if origin is None:
         return None
-    parts = PARTS & set(origin[1].split(", "))
+    parts = PARTS & set(re.split(r",\s", origin[1]))
     return parts if written(parts) == copy else None

@@ -117,8 +117,7 @@ NATIVE = [
     (
         "from apex.parallel import DistributedDataParallel as DDP\n"
         "m = DDP(m, delay_allreduce=True)\nisinstance(m, DDP)\n",
-        "from torch.nn.parallel import DistributedDataParallel as DDP\n"
-        "m = DDP(m)\nisinstance(m, DDP)\n",
+        "from torch.nn.parallel import DistributedDataParallel as DDP\nm = DDP(m)\nisinstance(m, DDP)\n",
     ),
     (
         "import apex\nm = apex.parallel.convert_syncbn_model(m)\n",
@@ -238,8 +237,8 @@ BLOCK = "with amp.scale_loss(loss / 2, opt) as scaled:\n    scaled.backward()\n"
 def test_a_loss_of_a_method_is_noted_where_it_can_be_seen(line, named):
     notes = migrate_source(f"{INITIALIZED}{line}\n{BLOCK}", "native").notes
     assert notes == [
-        f"line 3: {named}(...) runs in float32, since only the forward of a model is under autocast; call it under "
-        "torch.autocast and use .float() of what it returns"
+        f"line 3: {named}(...) runs in float32 unless it calls the model itself, since only the forward of a model is "
+        "under autocast; call it under torch.autocast and use .float() of what it returns"
         for _ in [line]
         if named
     ]
@@ -255,13 +254,14 @@ def test_a_loss_of_a_method_is_noted_where_it_can_be_seen(line, named):
     ],
 )
 def test_a_method_that_calls_the_model_itself_is_not_noted(body, is_noted):
-    model = f"class Vae(nn.Module):\n    def parts(self, x):\n        return self(x)\n    def loss(self, x):\n        {body}\n"
+    parts = "    def parts(self, x):\n        return self(x)\n"
+    model = f"class Vae(nn.Module):\n{parts}    def loss(self, x):\n        {body}\n"
     notes = migrate_source(f"{INITIALIZED}{model}loss = self.net.loss(x)\n{BLOCK}", "native").notes
     assert len(notes) == is_noted
 
 
 def test_what_delay_allreduce_did_besides_is_noted():
-    """Torch warns in each run of find_unused_parameters=True where all parameters are used; where not, its error says so."""
+    """Torch warns of find_unused_parameters=True where all parameters are used; where not, its error names it."""
     code = "from apex.parallel import DistributedDataParallel as DDP\nm = DDP(m, delay_allreduce=True)\n"
     (note,) = migrate_source(code, "native").notes
     assert note.startswith("line 2: delay_allreduce=True is dropped")

@@ -3,11 +3,11 @@
 import contextlib
 import copy
 import dataclasses
-import importlib.util
 import inspect
 import io
 import pickle
 import sys
+import types
 import warnings
 
 import pytest
@@ -16,15 +16,14 @@ from torch import nn
 
 import ampcompat.amp
 import ampcompat.optimizers
-from ampcompat.tools.migrate import native_amp
+from ampcompat.tools.migrate.parts import PARTS, written
 
 
 def copy_of_file(monkeypatch):
     """The file as a module of its own, with a state of its own."""
-    spec = importlib.util.spec_from_file_location("native_amp", native_amp.__file__)
-    module = importlib.util.module_from_spec(spec)
+    module = types.ModuleType("native_amp")
     monkeypatch.setitem(sys.modules, "native_amp", module)
-    spec.loader.exec_module(module)
+    exec(compile(written(PARTS), "native_amp.py", "exec"), vars(module))
     return module
 
 
@@ -664,7 +663,7 @@ def test_checkpoints_of_amp_go_on(amp, level):
 
 
 def test_scales_of_all_calls_are_saved_and_loaded(amp):
-    """The latest call first, then those of earlier calls whose optimizers live: a teacher may come after its student."""
+    """The latest call first, then earlier ones whose optimizers live: a teacher may come after its student."""
     student, optimizer = start(amp)
     second, other = start(amp, loss_scale=128.0)
     start(amp, max_loss_scale=4.0)  # dropped at once
