@@ -233,8 +233,8 @@ def is_left_out(step, has_gradients, is_lost, delayed, overflowed, pending):
     A delayed block on top of older gradients shows the sum of both; a block that raises clears older ones; a block of
     some of the optimizers of a delayed one ends that first. Gradients that are cleared while they are delayed count for
     the scale all the same; weights that join keep their gradients. Gradients that overflowed in a block of another
-    optimizer, and were not cleared, count for a block, and are stepped with. That an overflow was cleared is seen by the next block or step,
-    but not if a backward pass outside of blocks comes before it.
+    optimizer, and were not cleared, count for a block, and are stepped with. That an overflow was cleared is seen by
+    the next block or step, but not if a backward pass outside of blocks comes before it.
     """
     if step["do"] == "block":
         chosen = set(step["optimizers"])

@@ -311,6 +311,12 @@ opt = torch.optim.SGD(model.parameters(), lr=0.1)
 model, opt = amp.initialize(models=model, optimizers=opt, {SCALE})
 """
     + loop("opt.step()"),
+    "amp's functions by a star": "from apex.amp import *\n"
+    + SETUP.replace("amp.initialize", "initialize")
+    + loop("opt.step()").replace("amp.scale_loss", "scale_loss"),
+    "initialize by a partial": "import functools\nsetup = functools.partial(amp.initialize, opt_level='O1', verbosity=0)\n"
+    + SETUP.replace('amp.initialize(model, opt, opt_level="O1", verbosity=0)', "setup(model, opt)")
+    + loop("opt.step()"),
     "inference alone": "model = amp.initialize(nn.Linear(4, 3), opt_level='O1', verbosity=0)\n"
     "with torch.no_grad():\n    LOSSES.append(F.cross_entropy(model(x), y).item())\n",
     "a switch": """\

@@ -235,6 +235,14 @@ def test_the_gradient_of_an_output_is_whole(amp):
     assert model.features.weight.grad.any()
 
 
+def test_a_gradient_with_respect_to_an_output_that_the_model_used_itself_raises(amp):
+    """The output is a copy; what the model computed did not use it. StyleGAN2's path penalty does this."""
+    model, _ = start(amp, Shared())
+    features, out = model(X)
+    with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
+        torch.autograd.grad(out.sum(), features)
+
+
 class TwoPasses(nn.Module):
     def __init__(self):
         super().__init__()

@@ -7,7 +7,7 @@ import types
 from pathlib import Path
 
 import pytest
-from corpus import SCRIPTS
+from corpus import PATHS
 from running import write
 from shapes import HEAD, SHAPES, TREES
 
@@ -52,7 +52,7 @@ NEEDS = {
 
 def corpus():
     """The sources of each program of the corpus."""
-    scripts = [[path.read_text("utf-8")] for path in sorted(SCRIPTS.glob("*.py"))]
+    scripts = [[path.read_text("utf-8")] for path in PATHS.values()]
     shapes = [[HEAD + code] for code in SHAPES.values()]
     return scripts + shapes + [list(files.values()) for _, files in TREES.values()]
 
