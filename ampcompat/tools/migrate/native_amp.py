@@ -19,7 +19,7 @@ What differs from apex:
 - Weights are float32 at every level. O2 and O3 are O1 with another loss scale, O5 is O4.
 - Casts hold in the model's forward. Code outside of it (a loss function, another method of the model) runs in float32.
 - Operations follow autocast's lists. On a CPU these have pow, sum and norms in half, which may become inf there; apex,
-  and autocast on CUDA, compute them in float32.
+  and autocast on CUDA, compute them in float32. Many CPUs have no LSTM in half ("could not create a primitive").
 - The backward of an ``autograd.Function`` of yours is not under autocast: decorate the class's two methods with
   ``torch.amp.custom_fwd`` and ``torch.amp.custom_bwd``.
 """

@@ -1,8 +1,8 @@
 """Scripts in the manner of public repositories, run before and after ``migrate --to native`` and compared.
 
-They print lines such as ``step 3 loss 0.25 grad_norm 1.5`` or ``{"step": 3, "loss": 0.25}``; each name is a series. Each
-script is run under ampcompat's apex, at O0 and at O1 too, then migrated and run where neither apex nor ampcompat can be
-imported. How two runs are compared: see ``tolerances``. ``scripts/README.md`` says which kind a script is of.
+They print lines such as ``step 3 loss 0.25 grad_norm 1.5`` or ``{"step": 3, "loss": 0.25}``; each name is a series.
+Each script is run under ampcompat's apex, at O0 and at O1 too, then migrated and run where neither apex nor ampcompat
+can be imported. How two runs are compared: see ``tolerances``. ``scripts/README.md`` says which kind a script is of.
 """
 
 import contextlib
