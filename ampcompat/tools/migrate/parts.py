@@ -1,9 +1,8 @@
 """The parts of ``native_amp.py`` that a script may do without, and what in a script needs them.
 
 In the file, a part stands between ``# <name>`` and ``# </name>``, often in several places; a single line of a part ends
-with ``# <name>``. What two parts share has both names. A copy has the parts that the code around it needs. What needs a
-part is looked for in texts, not in parsed code: a word in a string or a comment keeps a part that nobody needs, which
-is harmless.
+with ``# <name>``. What two parts share has both names. A copy has the parts that the code around it needs. The search is
+in texts, not in parsed code: a word in a string or a comment keeps a part in vain, which does no harm.
 """
 
 from __future__ import annotations

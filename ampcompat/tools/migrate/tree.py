@@ -81,7 +81,7 @@ def _with_native_amp(changes: list[Change], paths: Sequence[Path]) -> list[Chang
 
 
 def _texts(changes: Sequence[Change], paths: Sequence[Path]) -> Iterator[str | None]:
-    """The texts of a program, None for one that cannot be read: what is migrated, and what lies beside single files."""
+    """The texts of a program: of what is migrated, and beside a single file of its neighbours. None: unreadable."""
     seen: set[Path] = set()
     for change in changes:
         if change.path.suffix in (*SUFFIXES, ".ipynb") and change.path.name != f"{NAME}.py":
