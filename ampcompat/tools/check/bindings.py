@@ -129,7 +129,7 @@ class Bindings:
 
 @functools.cache
 def _public_names(module: str | None) -> tuple[str, ...]:
-    """What a star imports from a module of apex. Nobody means ``apex.amp.opt`` by an ``opt`` of their own."""
+    """What a star imports from a module of apex. Its modules are not meant: scripts have an ``opt`` of their own."""
     symbols = SYMBOLS if module == "apex" else SYMBOLS.keys() - MODULES
     names = (symbol.rpartition(".") for symbol in symbols)
     return tuple(sorted(name for parent, _, name in names if parent == module and not name.startswith("_")))

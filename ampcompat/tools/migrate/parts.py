@@ -1,8 +1,8 @@
 """The parts of ``native_amp.py`` that a script may do without, and what in a script needs them.
 
 In the file, a part stands between ``# <name>`` and ``# </name>``, often in several places; a single line of a part ends
-with ``# <name>``. What two parts share has both names. A copy has the parts that the code around it needs. The search is
-in texts, not in parsed code: a word in a string or a comment keeps a part in vain, which does no harm.
+with ``# <name>``. What two parts share has both names. A copy has the parts that the code around it needs. The search
+is in texts, not in parsed code: a word in a string or a comment keeps a part in vain, which does no harm.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NEEDS = {
         # A step that is given anything, unless it is a scheduler's.
         "closures": r"closure|LBFGS|^(?!.*sched).*\.step\([^)\n]",
         "data_parallel": r"\bDataParallel\b|\bdata_parallel\b|\breplicate\b",
-        # By its name, or by arguments that nobody can read.
+        # By its name, or in arguments that the source does not spell out.
         "delayed_blocks": r"delay_unscale|no_sync|scale_loss\((.*[(,])?\s*\*|scale_loss\(([^,\n]*,){4}|scale_loss\($",
         # Functions of autograd, whose backward may meet two dtypes.
         "explanations": r"\bFunction\b",
