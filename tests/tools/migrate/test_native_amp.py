@@ -353,7 +353,7 @@ def test_outputs_can_be_saved(amp):
     outputs = model(X)
     torch.save(outputs, file)
     file.seek(0)
-    for loaded, output in zip(torch.load(file), outputs, strict=True):
+    for loaded, output in zip(torch.load(file, weights_only=True), outputs, strict=True):
         assert torch.equal(loaded, output)
 
 
