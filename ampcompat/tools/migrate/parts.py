@@ -21,7 +21,9 @@ WHOLE = Path(__file__).with_name(f"{NAME}.py")
 NEEDS = {
     name: re.compile(pattern, re.MULTILINE | re.IGNORECASE)
     for name, pattern in {
-        "checkpoints": r"state_dict",
+        # That of amp, under whatever name; models and optimizers have a state_dict of their own.
+        "checkpoints": r"amp\w*\.(load_)?state_dict|apex\S*state_dict|import [^\n]*state_dict|['\"](load_)?state_dict['\"]"
+        r"|\bamp as (?!\w*amp)\w|getattr\(\w*amp",
         # A step that is given anything, unless it is a scheduler's.
         "closures": r"closure|LBFGS|^(?!.*sched).*\.step\([^)\n]",
         "data_parallel": r"\bDataParallel\b|\bdata_parallel\b|\breplicate\b",
@@ -37,7 +39,8 @@ NEEDS = {
         "star_imports": r"import \*",
         # Losses that may come from another method of a model, or from a part of it.
         "unused_forwards": r"^\s+(async )?def (?!forward\b|_)\w+\(\s*self|"
-        r"(?<!\bF)(?<!functional)\.(?!scale_loss)(\w*(loss|encode|decode|sample|features|backbone|trunk|head)\w*)\(",
+        r"(?<!\bF)(?<!\bnn)(?<!\bself)(?<!functional)\.(?!scale_loss|loss_scale)"
+        r"\w*(loss|encode|decode|sample|features|backbone|trunk|head)\w*\(",
     }.items()
 }
 PARTS = frozenset(NEEDS)

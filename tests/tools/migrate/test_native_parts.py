@@ -25,9 +25,15 @@ with amp.scale_loss(model(torch.ones(2)).sum(), optimizer) as scaled_loss:
     scaled_loss.backward()
 optimizer.step()
 scheduler.step(1)
+torch.save([model.state_dict(), optimizer.state_dict()], "x")
+print(amp._amp_state.loss_scalers[0].loss_scale(), torch.nn.MSELoss(), F.mse_loss(x, y), self.head(x))
 """
 NEEDS = {
     "amp.state_dict()": "checkpoints",
+    "apex_amp.load_state_dict(saved['amp'])": "checkpoints",
+    "from apex.amp import initialize, state_dict": "checkpoints",
+    "if 'state_dict' in amp.__dict__: pass": "checkpoints",
+    "from apex import amp as mixed_precision": "checkpoints",
     "optimizer.step(compute)": "closures",
     "optimizer.step(closure=run)": "closures",
     "torch.optim.LBFGS(model.parameters())": "closures",
