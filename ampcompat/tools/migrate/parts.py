@@ -22,8 +22,8 @@ NEEDS = {
     name: re.compile(pattern, re.MULTILINE | re.IGNORECASE)
     for name, pattern in {
         # That of amp, under whatever name; models and optimizers have a state_dict of their own.
-        "checkpoints": r"amp\w*\.(load_)?state_dict|apex\S*state_dict|import [^\n]*state_dict|['\"](load_)?state_dict['\"]"
-        r"|\bamp as (?!\w*amp)\w|getattr\(\w*amp",
+        "checkpoints": r"amp\w*\.(load_)?state_dict|apex\S*state_dict|import [^\n]*state_dict|"
+        r"['\"](load_)?state_dict['\"]|\bamp as (?!\w*amp)\w|getattr\(\w*amp",
         # A step that is given anything, unless it is a scheduler's.
         "closures": r"closure|LBFGS|^(?!.*sched).*\.step\([^)\n]",
         "data_parallel": r"\bDataParallel\b|\bdata_parallel\b|\breplicate\b",
