@@ -554,9 +554,10 @@ def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -
 def _has_overflow_left(optimizer: Any) -> bool:
     """Return whether gradients that overflowed may be there. There are none any more once all are None."""
     stash = optimizer._amp_stash
-    if all(param.grad is None for param in _params_of([optimizer])):
-        stash.overflowed, stash.skipped = None, False
-    return stash.overflowed is not None or stash.skipped
+    has_overflowed: bool = stash.overflowed is not None or stash.skipped
+    if has_overflowed and all(param.grad is None for param in _params_of([optimizer])):
+        stash.overflowed, stash.skipped, has_overflowed = None, False, False
+    return has_overflowed
 
 
 def _reason_to_skip(optimizer: Any) -> str | None:
