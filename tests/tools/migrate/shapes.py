@@ -1,4 +1,7 @@
-"""Shapes of scripts that use apex: how a step, a loss, a level, a model and an optimizer may be written."""
+"""Shapes of programs that use apex: scripts (``SHAPES``), and trees of several files (``TREES``).
+
+Each is in the manner of public repositories, and differs from the others in what it does or in how its parts lie.
+"""
 
 HEAD = """\
 import torch
@@ -112,31 +115,12 @@ STEPPED = f"{scaled_backward()}{CLIP}\nopt.step()\nopt.zero_grad()\n"
 
 PLAIN = {
     # How the step is written.
-    "step behind a semicolon": SETUP + loop("pass; opt.step()"),
-    "step on the line of an if": SETUP + loop("if i >= 0: opt.step()"),
-    "step in a ternary": SETUP + loop("opt.step() if i >= 0 else None"),
-    "step behind and": SETUP + loop("i >= 0 and opt.step()"),
-    "step behind or": SETUP + loop("i < 0 or opt.step()"),
-    "step of a default": SETUP + "def go(o=opt):\n    o.step()\n" + loop("go()"),
-    "step assigned": SETUP + loop("result = opt.step()"),
-    "step in a comprehension": SETUP + loop("[o.step() for o in [opt]]"),
     "steps over a list": SETUP + "optimizers = [opt]\n" + loop("for o in optimizers: o.step()"),
-    "step of a dict's item": SETUP + "opts = {'g': opt}\n" + loop('opts["g"].step()'),
     "step in a helper": "def go(o):\n    o.step()\n" + SETUP + loop("go(opt)"),
     "step in try": SETUP + loop("try:\n    opt.step()\nexcept RuntimeError:\n    raise"),
-    "step of an alias": SETUP + "other = opt\n" + loop("other.step()"),
-    "step in while": SETUP + loop("opt.step()").replace("for i in range(6):", "i = 0\nwhile i < 6:\n    i += 1"),
-    "step in an endless loop": SETUP
-    + loop("opt.step()", after="    LOSSES.append(loss.item())\n    if len(LOSSES) == 6: break\n").replace(
-        "for i in range(6):", "while True:"
-    ),
     "step of an optimizer beside amp": SETUP
     + "w = nn.Parameter(torch.ones(2))\nplain = torch.optim.SGD([w], lr=0.1)\n"
     + loop("opt.step()\nplain.zero_grad()\nw.sum().backward()\nplain.step()"),
-    "step of a scheduler": SETUP
-    + "scheduler = torch.optim.lr_scheduler.StepLR(opt, 2)\n"
-    + loop("opt.step()\nscheduler.step()").replace("opt.step()\n", "opt.step()\n"),
-    # Where the loss comes from.
     "loss in both branches": SETUP
     + turns(
         "out = model(x)\nif i % 2:\n    loss = F.cross_entropy(out, y)\n    loss = loss / 2\n"
@@ -154,28 +138,12 @@ for i in range(6):
         LOSSES.append(scaled.item() / 65536)
     opt.step()
 """,
-    "loss from a function": "def lossy(net):\n    return F.cross_entropy(net(x), y)\n"
-    + SETUP
-    + loop("opt.step()", forward="loss = lossy(model)"),
     "loss out of a tuple": "class Net(nn.Linear):\n    def forward(self, x, y):\n        out = super().forward(x)\n"
     "        return F.cross_entropy(out, y), out\n"
     + SETUP.replace("nn.Linear", "Net")
     + loop("opt.step()", forward="loss, logits = model(x, y)"),
-    "forward in a comprehension": SETUP
-    + loop(
-        "opt.step()", forward="outs = [model(part) for part in (x, x)]\nloss = sum(F.cross_entropy(o, y) for o in outs)"
-    ),
-    "forward before an if": SETUP
-    + loop("opt.step()", forward="out = model(x)\nif i > 1:\n    out = out * 2\nloss = F.cross_entropy(out, y)"),
     "forward with a loss that may not be": SETUP
     + loop("opt.step()", forward="loss = F.cross_entropy(model(x), y)\nif not torch.isfinite(loss):\n    continue"),
-    "loss in another class": """\
-class Loss:
-    def __call__(self, out): return F.cross_entropy(out, y)
-criterion = Loss()
-"""
-    + SETUP
-    + loop("opt.step()", forward="out = model(x)\nloss = criterion(out)"),
     "forward in a method": f"""\
 class Pix:
     def __init__(self):
@@ -279,29 +247,11 @@ for i in range(6):
     LOSSES.append(loss.item())
 """,
     "train and evaluate in functions": MAIN,
-    "everything in one function": "def main():\n" + indented(SETUP + loop("opt.step()")) + "main()\n",
-    "set up in a function": "def setup():\n"
-    + indented(SETUP + "return model, opt\n")
-    + "model, opt = setup()\n"
-    + loop("opt.step()"),
-    "a step function inside": "def main():\n"
-    + indented(
-        SETUP
-        + "def train_step(data):\n    opt.zero_grad()\n    loss = F.cross_entropy(model(data), y)\n"
-        + indented(scaled_backward() + "opt.step()\nreturn loss.item()")
-        + turns("LOSSES.append(train_step(x))")
-    )
-    + "main()\n",
     "backward and step in methods": TRAINER % ("", ""),
     # Gradients.
     "clip of masters": SETUP + loop(f"{CLIP}\nopt.step()"),
-    "clip of the model's": SETUP + loop("nn.utils.clip_grad_norm_(model.parameters(), 0.1)\nopt.step()"),
     "clip by value": SETUP + loop("nn.utils.clip_grad_value_(model.parameters(), 0.01)\nopt.step()"),
-    "norm by hand": SETUP
-    + loop("norm = sum(float(p.grad.norm()) for p in model.parameters())\nLOSSES.append(norm)\nopt.step()"),
     "gradients edited": SETUP + loop("for p in model.parameters():\n    p.grad.clamp_(-0.01, 0.01)\nopt.step()"),
-    "gradients edited in place of step": SETUP
-    + loop("for p in amp.master_params(opt):\n    p.grad.data.mul_(0.5)\nopt.step()"),
     "accumulation": SETUP
     + turns(
         "loss = F.cross_entropy(model(x), y) / 2\n"
@@ -319,15 +269,6 @@ for i in range(6):
         "opt.zero_grad()\nloss = F.cross_entropy(model(x), y)\nif hasattr(opt, '_amp_stash'):\n"
         + indented(scaled_backward())
         + "else:\n    loss.backward()\nopt.step()\nLOSSES.append(loss.item())\n"
-    ),
-    "a norm of its own at each accumulated loss": "def get_grad_norm(params):\n"
-    + "    return torch.stack([p.grad.norm() for p in params]).norm()\n"
-    + SETUP
-    + turns(
-        "loss = F.cross_entropy(model(x), y) / 2\n"
-        + scaled_backward()
-        + "norm = get_grad_norm(amp.master_params(opt))\n"
-        + "if (i + 1) % 2 == 0:\n    opt.step()\n    opt.zero_grad()\nLOSSES += [loss.item(), norm.item()]\n"
     ),
     "the scale written and read": SETUP
     + "amp._amp_state.loss_scalers[0]._loss_scale = 2.0**7\n"
@@ -352,13 +293,6 @@ class Net(nn.Linear):
 """
     + SETUP.replace("nn.Linear(4, 3)", "Net()")
     + loop("opt.step()", forward="loss = model(x, y)"),
-    "values clipped at each accumulated loss": SETUP
-    + turns(
-        "loss = F.cross_entropy(model(x), y) / 2\n"
-        + scaled_backward()
-        + "nn.utils.clip_grad_value_(model.parameters(), clip_value=0.02)\n"
-        + "if (i + 1) % 2 == 0:\n    opt.step()\n    opt.zero_grad()\nLOSSES.append(loss.item())\n"
-    ),
     "delayed unscaling": SETUP + loop("if i % 2: opt.step()", arguments=", delay_unscale=i % 2 == 0"),
     # Several losses.
     "two losses of one optimizer": SETUP.replace("verbosity=0", "verbosity=0, num_losses=2")
@@ -369,7 +303,6 @@ class Net(nn.Linear):
         + "opt.step()\nLOSSES += [one.item(), two.item()]\n"
     ),
     "two optimizers with a loss each": PAIR % ", num_losses=2" + gan(", loss_id=0", ", loss_id=1"),
-    "two optimizers that share a scale": PAIR % "" + gan(),
     "two optimizers under one loss": PAIR % "" + together("oa.step(); ob.step()\n"),
     # Set-up.
     "initialize by keywords": f"""\
@@ -378,7 +311,12 @@ opt = torch.optim.SGD(model.parameters(), lr=0.1)
 model, opt = amp.initialize(models=model, optimizers=opt, {SCALE})
 """
     + loop("opt.step()"),
-    "initialize in place": SETUP.replace("model, opt = amp", "amp") + loop("opt.step()"),
+    "amp's functions by a star": "from apex.amp import *\n"
+    + SETUP.replace("amp.initialize", "initialize")
+    + loop("opt.step()").replace("amp.scale_loss", "scale_loss"),
+    "initialize by a partial": "import functools\nsetup = functools.partial(amp.initialize, opt_level='O1', verbosity=0)\n"
+    + SETUP.replace('amp.initialize(model, opt, opt_level="O1", verbosity=0)', "setup(model, opt)")
+    + loop("opt.step()"),
     "inference alone": "model = amp.initialize(nn.Linear(4, 3), opt_level='O1', verbosity=0)\n"
     "with torch.no_grad():\n    LOSSES.append(F.cross_entropy(model(x), y).item())\n",
     "a switch": """\
@@ -399,19 +337,10 @@ for i in range(6):
     LOSSES.append(loss.item())
 """.replace("{block}", indented(scaled_backward(), 2)),
     "a level that does not cast": SETUP.replace('"O1"', '"O0"') + loop("opt.step()"),
-    "O2": SETUP.replace('"O1"', '"O2"') + loop("opt.step()"),
     "O2 with evaluation": MAIN.replace('"O1"', '"O2"'),
     "apex probed and required": "try:\n    from apex import amp\nexcept ImportError:\n    raise ImportError('install apex')\n"
     + SETUP
     + loop("opt.step()"),
-    "an evaluation loop": SETUP
-    + loop("opt.step()")
-    + "model.eval()\nright = 0\nfor part in (x, x):\n    with torch.no_grad():\n        out = model(part)\n"
-    "    LOSSES.append(F.cross_entropy(out, y).item())\n",
-    "evaluation under no_grad as a decorator": "@torch.no_grad()\ndef evaluate(net):\n    return net(x).float().sum().item()\n"
-    + SETUP
-    + loop("opt.step()")
-    + "LOSSES.append(evaluate(model))\n",
     "an average of the weights": "import copy\n"
     + SETUP.replace("model, opt = amp", "ema = copy.deepcopy(model)\nmodel, opt = amp")
     + loop("opt.step()")
@@ -428,11 +357,6 @@ PLAIN |= {
     "evaluation by a name of the forward": SETUP
     + loop("opt.step()")
     + "f = model.forward\nLOSSES.append(f(x).sum().item())\nLOSSES.append(getattr(model, 'forward')(x).sum().item())\n",
-    "evaluation by a function that is given the model": "def predict(fn, data):\n    return fn(data)\n"
-    + SETUP
-    + loop("opt.step()")
-    + "LOSSES.append(predict(model, x).sum().item())\nif model(x).sum() > 1e9:\n    pass\n",
-    "step in match": SETUP + loop("match i:\n    case 0:\n        opt.step()\n    case _:\n        opt.step()"),
     "step in a base class": f"""\
 class Base:
     def do(self): self.opt.step()
@@ -448,8 +372,6 @@ class Trainer(Base):
             LOSSES.append(loss.item())
 Trainer().run()
 """,
-    "step of a coroutine": "import asyncio\n" + SETUP + "async def go():\n    opt.step()\n" + loop("asyncio.run(go())"),
-    "steps of pairs": PAIR % "" + together("for m, o in zip([a, b], [oa, ob]):\n    o.step()\n"),
     "a loss every other time": PAIR % ", num_losses=2"
     + turns(
         one_of_pair("a", "a(x).float().pow(2).mean()", ", loss_id=0")
@@ -468,30 +390,15 @@ Trainer().run()
         "opt.step()",
         forward="with torch.no_grad():\n    target = model(x)\nloss = F.mse_loss(model(x) * 2, target)",
     ),
-    "a scaler of another kind": SETUP.replace("model = nn", "scaler = amp_scaler = 3\nmodel = nn", 1)
-    + loop("opt.step()"),
-    "an iterator over a dict's optimizers": SETUP
-    + "opts = {'g': opt}\n"
-    + loop("for name, o in opts.items():\n    o.step()"),
-    "an optimizer in an object": SETUP
-    + "class State: pass\nstate = State()\nstate.opt = opt\n"
-    + loop("state.opt.step()"),
     "a module behind a test": SETUP
     + "net = model.module if hasattr(model, 'module') else model\n"
     + loop("opt.step()", forward="loss = F.cross_entropy(net(x), y)"),
     "a forward by a method of its own": "class Net(nn.Linear):\n    def encode(self, x):\n        return self(x)\n"
     + SETUP.replace("nn.Linear", "Net")
     + loop("opt.step()", forward="loss = F.cross_entropy(model.encode(x), y)"),
-    "models in a list": SETUP
-    + "nets = [model]\n"
-    + loop("opt.step()", forward="for n in nets:\n    out = n(x)\nloss = F.cross_entropy(out, y)"),
-    "forward by a bound method": SETUP
-    + "forward = model.forward\n"
-    + loop("opt.step()", forward="loss = F.cross_entropy(forward(x), y)"),
     "forward under a checkpoint": "from torch.utils.checkpoint import checkpoint\n"
     + SETUP
     + loop("opt.step()", forward="out = checkpoint(model, x, use_reentrant=False)\nloss = F.cross_entropy(out, y)"),
-    "the loss unpacked": SETUP + loop("opt.step()", forward="parts = (model(x), y)\nloss = F.cross_entropy(*parts)"),
 }
 
 #: Models and losses whose own code would meet what amp puts in the place of a forward or a step.
@@ -615,10 +522,6 @@ PLAIN |= OWN
 
 HARD = {
     "step left out by continue after clipping": SETUP + loop(f"{CLIP}\nif i == 3:\n    continue\nopt.step()"),
-    "step left out by return after clipping": SETUP
-    + "def go(i):\n"
-    + indented(f"{CLIP}\nif i == 3:\n    return\nopt.step()")
-    + loop("go(i)"),
     "gradients cleared in finally": SETUP
     + turns(
         "try:\n"
@@ -626,39 +529,19 @@ HARD = {
         + indented("norm = sum(p.grad.norm() for p in model.parameters())\nif i == 3:\n    continue\nopt.step()")
         + "finally:\n    opt.zero_grad()\nLOSSES += [loss.item(), norm.item()]\n"
     ),
-    "model inside another": SETUP
-    + loop("opt.step()")
-    + "both = nn.Sequential(model, nn.ReLU())\nLOSSES.append(both(x).sum().item())\n",
-    "step of a keyword's optimizer": SETUP + "def go(**kinds):\n    kinds['o'].step()\n" + loop("go(o=opt)"),
-    "step of a global looked up": SETUP + loop("globals()['opt'].step()"),
     "step in a string": SETUP + loop("exec('opt.step()')"),
-    "step in a thread": "import threading\n"
-    + SETUP
-    + loop("t = threading.Thread(target=opt.step)\nt.start()\nt.join()"),
     "step after a look at the norm": SETUP
     + loop("norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)\nif torch.isfinite(norm):\n    opt.step()"),
     "one of two optimizers steps now and then": PAIR % "" + together("oa.step()\nif i % 2:\n    ob.step()\n"),
-    "forward in a generator expression": SETUP
-    + "outs = (model(part) for part in (x, x))\n"
-    + loop("opt.step()")
-    + "LOSSES += [o.sum().item() for o in outs]\n",
-    "forward under map": SETUP + loop("opt.step()") + "LOSSES += [o.sum().item() for o in map(model, (x, x))]\n",
     "step of the class": SETUP + loop("torch.optim.SGD.step(opt)"),
-    "step as a partial": "import functools\n" + SETUP + "go = functools.partial(opt.step)\n" + loop("go()"),
     "gradients left over from the last step": SETUP
     + loop("opt.step()\nif i % 2: opt.zero_grad()").replace("    opt.zero_grad()\n", "", 1),
-    "step in a lambda": SETUP + "go = lambda: opt.step()\n" + loop("go()"),
-    "step as a bound method": SETUP + "step = opt.step\n" + loop("step()"),
     "step by getattr": SETUP + loop("getattr(opt, 'step')()"),
-    "step by a computed name": SETUP + "name = 'st' + 'ep'\n" + loop("getattr(opt, name)()"),
-    "step by methodcaller": "import operator\n" + SETUP + loop("operator.methodcaller('step')(opt)"),
-    "step under map": SETUP + loop("list(map(lambda o: o.step(), [opt]))"),
     "step with a closure": SETUP
     + "def closure():\n    opt.zero_grad()\n    loss = F.cross_entropy(model(x), y)\n"
     + indented(scaled_backward() + "return loss")
     + "for i in range(6):\n    LOSSES.append(opt.step(closure).item())\n",
     "no step": SETUP + loop("pass"),
-    "clip on some iterations before an accumulated step": SETUP + loop(f"{CLIP}\nif i % 2:\n    opt.step()", before=""),
     "clip inside the block": SETUP
     + loop("opt.step()").replace("scaled.backward()", f"scaled.backward()\n        {CLIP}"),
     "clip in a method of its own": TRAINER
@@ -666,34 +549,14 @@ HARD = {
         "    def clip(self):\n        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)\n",
         "    t.clip()\n",
     ),
-    "forward in a lambda": SETUP
-    + "predict = lambda data: model(data)\n"
-    + loop("opt.step()")
-    + "LOSSES.append(predict(x).sum().item())\n",
-    "forward in a generator": "def outputs(net):\n    for part in (x, x):\n        yield net(part)\n"
-    + SETUP
-    + loop("opt.step()")
-    + "LOSSES += [o.sum().item() for o in outputs(model)]\n",
-    "two items in the with": SETUP + loop("opt.step()").replace("as scaled:", "as scaled, torch.enable_grad():"),
-    "scale_loss in an ExitStack": "import contextlib\n"
-    + SETUP
-    + "for i in range(6):\n    loss = F.cross_entropy(model(x), y)\n    with contextlib.ExitStack() as stack:\n"
-    "        scaled = stack.enter_context(amp.scale_loss(loss, opt))\n        scaled.backward()\n    opt.step()\n",
     "scale_loss by hand": SETUP
     + "for i in range(6):\n    block = amp.scale_loss(F.cross_entropy(model(x), y), opt)\n    scaled = block.__enter__()\n"
     "    scaled.backward()\n    block.__exit__(None, None, None)\n    opt.step()\n",
     "two calls of initialize": SETUP + SETUP + loop("opt.step()"),
-    "initialize in a loop": "for n in range(2):\n" + indented(SETUP) + loop("opt.step()"),
     "O3": SETUP.replace('"O1"', '"O3"') + loop("opt.step()"),
     "options from a dict": SETUP.replace('opt_level="O1", verbosity=0', "**dict(opt_level='O1')") + loop("opt.step()"),
-    "a dict of optimizers": "model = nn.Linear(4, 3)\nopts = {'m': torch.optim.SGD(model.parameters(), lr=0.1)}\n"
-    "model, opts['m'] = amp.initialize(model, opts['m'], opt_level='O1')\n"
-    + loop("for k in opts: opts[k].step()")
-    .replace("opt.zero_grad()", "opts['m'].zero_grad()")
-    .replace("loss, opt)", "loss, opts['m'])"),
     "star import of fp16_utils": "from apex.fp16_utils import *\n"
     "model = network_to_half(nn.Linear(4, 3))\nopt = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))\n",
-    "the scale read": SETUP + loop("opt.step()") + "print(amp._amp_state.loss_scalers[0].loss_scale())\n",
     "a registered function": SETUP.replace("model = nn", "amp.register_float_function(torch, 'sigmoid')\nmodel = nn", 1)
     + loop("opt.step()"),
     "wrapped optimizer of apex": "from apex.parallel import LARC\n"
@@ -723,8 +586,6 @@ HARD = {
     + loop(
         "auxiliary.backward()\nopt.step()", forward="loss = F.cross_entropy(model(x), y)\nauxiliary = model(-x).mean()"
     ),
-    "gradients by getattr": SETUP
-    + loop("norm = sum(getattr(p, 'grad').norm() for p in model.parameters())\nopt.step()"),
 }
 
 # What looks like the above and is right: another way of training behind a switch, gradients of what amp does not step.
@@ -742,3 +603,460 @@ PLAIN |= {
 #: Shapes with a name of apex that torch has nothing for.
 LEFT = ("star import of fp16_utils", "wrapped optimizer of apex")
 SHAPES = {name: code for name, code in {**PLAIN, **HARD}.items() if name not in LEFT}
+
+# -- trees ------------------------------------------------------------------------------------------------------------
+IMPORTS = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n"
+DATA = "torch.manual_seed(0)\nx, y = torch.randn(16, 4), torch.randint(3, (16,))\nLOSSES = []\n"
+MADE = "model = nn.Linear(4, 3)\nopt = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+INIT = f"model, opt = amp.initialize(model, opt, {SCALE})\n"
+LOOP = """\
+for i in range(4):
+    opt.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    with amp.scale_loss(loss, opt) as scaled:
+        scaled.backward()
+    opt.step()
+    LOSSES.append(loss.item())
+"""
+APEX = "from apex import amp\n"
+TRAIN = IMPORTS + APEX + DATA + MADE + INIT + LOOP
+HOOKED = f"""\
+class Trainer:
+    def __init__(self, hooks=()):
+        self.hooks = hooks
+        self.model = nn.Linear(4, 3)
+        self.opt = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.model, self.opt = amp.initialize(self.model, self.opt, {SCALE})
+    def run(self):
+        for i in range(4):
+            self.opt.zero_grad()
+            loss = F.cross_entropy(self.model(x), y)
+            with amp.scale_loss(loss, self.opt) as scaled:
+                scaled.backward()
+            for hook in self.hooks:
+                hook(self)
+            self.step()
+            LOSSES.append(loss.item())
+    def step(self):
+        self.opt.step()
+"""
+BASE = IMPORTS + APEX + DATA + HOOKED
+
+ENGINE = f"""\
+{IMPORTS}{APEX}
+def train(model, opt, x, y):
+    losses = []
+    for i in range(4):
+        loss = F.cross_entropy(model(x), y)
+        opt.zero_grad()
+        with amp.scale_loss(loss, opt) as s:
+            s.backward()
+        nn.utils.clip_grad_norm_(amp.master_params(opt), 0.1)
+        opt.step()
+        losses.append(loss.item())
+    return losses
+"""
+ENGINE_RUN = IMPORTS + APEX + "from engine import train\n" + DATA + MADE + INIT + "LOSSES += train(model, opt, x, y)\n"
+#: Trees that are run by ``train.py``.
+NEAR = {
+    "the loss of an attribute in another module": {
+        "losses.py": IMPORTS + "def compute(trainer, x, y):\n    return F.cross_entropy(trainer.model(x), y)\n",
+        "train.py": (BASE + "Trainer().run()\n")
+        .replace(APEX, APEX + "from losses import compute\n")
+        .replace("F.cross_entropy(self.model(x), y)", "compute(self, x, y)"),
+    },
+    "model and optimizer made in a package": {
+        "parts/__init__.py": "from .build import build\n",
+        "parts/build.py": IMPORTS + "def build():\n" + indented(MADE) + "    return model, opt\n",
+        "train.py": TRAIN.replace(APEX, APEX + "from parts import build\n").replace(MADE, "model, opt = build()\n"),
+    },
+    "a training class run from another module": {
+        "engine.py": BASE,
+        "train.py": "from engine import Trainer, LOSSES\nt = Trainer()\nt.run()\nprint(len(LOSSES))\n",
+    },
+}
+
+NEAR["the loop in an engine"] = {"engine.py": ENGINE, "train.py": ENGINE_RUN}
+NEAR["the loop in a package below"] = {
+    "engine/__init__.py": "from .loop import train\n",
+    "engine/loop.py": ENGINE,
+    "train.py": ENGINE_RUN,
+}
+NEAR["checkpoints in another module"] = {
+    "saves.py": APEX + "def save():\n    return {'amp': amp.state_dict()}\n",
+    "train.py": TRAIN.replace(APEX, APEX + "from saves import save\n") + "save()['amp']\n",
+}
+NEAR["the loop in a folder without __init__"] = {
+    "engine/loop.py": ENGINE,
+    "train.py": ENGINE_RUN.replace("from engine import", "from engine.loop import"),
+}
+NEAR["amp in folders without __init__ alone"] = {
+    "core/engine.py": ENGINE,
+    "core/setup.py": IMPORTS + APEX + DATA + "def setup():\n" + indented(MADE + INIT) + "    return model, opt, x, y\n",
+    "train.py": IMPORTS
+    + "from core import engine\nfrom core.setup import setup\nmodel, opt, x, y = setup()\n"
+    + "LOSSES = engine.train(model, opt, x, y)\n",
+}
+NEAR["a package, and a folder without __init__"] = {
+    "core/__init__.py": "",
+    "core/engine.py": ENGINE,
+    "saves/state.py": APEX + "def state():\n    return amp.state_dict()\n",
+    "train.py": ENGINE_RUN.replace("from engine import", "from saves.state import state\nfrom core.engine import")
+    + "LOSSES.append(state()['loss_scaler0']['loss_scale'])\n",
+}
+RUN = "from engine import Trainer\n"
+#: Trees whose parts are further apart, and a file of each.
+APART = {
+    "initialize, the block and the step in three modules": (
+        "main.py",
+        {
+            "setup.py": IMPORTS
+            + APEX
+            + "def setup(model, opt):\n    return amp.initialize(model, opt, opt_level='O1')\n",
+            "engine.py": APEX
+            + "def backward(loss, opt):\n    with amp.scale_loss(loss, opt) as s:\n        s.backward()\n",
+            "main.py": IMPORTS
+            + "from setup import setup\nfrom engine import backward\n"
+            + DATA
+            + MADE
+            + "model, opt = setup(model, opt)\n"
+            + "for i in range(4):\n    loss = F.cross_entropy(model(x), y)\n    backward(loss, opt)\n    opt.step()\n",
+        },
+    ),
+    "an engine in a package that may be run in two ways": (
+        "pkg/engine.py",
+        {
+            "pkg/__init__.py": "",
+            "pkg/engine.py": ENGINE,
+            "pkg/train.py": IMPORTS
+            + APEX
+            + "from pkg.engine import train\n"
+            + DATA
+            + MADE
+            + INIT
+            + "train(model, opt, x, y)\n",
+        },
+    ),
+    "a subclass of a subclass steps": (
+        "other.py",
+        {
+            "engine.py": BASE,
+            "sub.py": RUN + "class Mine(Trainer):\n    pass\n",
+            "other.py": "from sub import Mine\nclass More(Mine):\n    def step(self):\n        self.opt.step()\n",
+        },
+    ),
+    "a mixin steps": (
+        "mixin.py",
+        {
+            "mixin.py": "class Steps:\n    def go(self):\n        self.opt.step()\n",
+            "engine.py": BASE.replace("class Trainer:", "from mixin import Steps\nclass Trainer(Steps):").replace(
+                "self.step()", "self.go()"
+            ),
+        },
+    ),
+    "a hook clips": (
+        "hooks.py",
+        {
+            "hooks.py": "from torch import nn\ndef after(trainer):\n"
+            "    nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)\n",
+            "engine.py": BASE,
+            "main.py": RUN + "from hooks import after\nTrainer([after]).run()\n",
+        },
+    ),
+    "a hook edits gradients": (
+        "hooks.py",
+        {
+            "hooks.py": "def after(trainer):\n    for p in trainer.model.parameters():\n        p.grad.data.div_(2)\n",
+            "engine.py": BASE.replace(APEX, APEX + "import hooks\n").replace("hook(self)", "hooks.after(self)"),
+        },
+    ),
+    "a step by way of a package": (
+        "pkg/sub.py",
+        {
+            "pkg/__init__.py": "",
+            "pkg/engine.py": BASE,
+            "pkg/sub.py": "from .engine import Trainer\nt = Trainer()\nt.opt.step()\n",
+        },
+    ),
+    "amp by way of another module": (
+        "train.py",
+        {
+            "compat.py": "try:\n    from apex import amp\nexcept ImportError:\n    amp = None\n",
+            "train.py": TRAIN.replace("from apex import", "from compat import"),
+        },
+    ),
+    "amp by a star": (
+        "train.py",
+        {
+            "compat.py": "from apex import amp\n",
+            "train.py": TRAIN.replace("from apex import amp", "from compat import *"),
+        },
+    ),
+    "amp as an attribute of another module": (
+        "train.py",
+        {
+            "compat.py": "from apex import amp\n",
+            "train.py": TRAIN.replace("from apex import amp", "import compat").replace("amp.", "compat.amp."),
+        },
+    ),
+}
+
+#: What runs a tree that only defines classes; a module of a package is run with ``-m``.
+RUNS = {
+    "a subclass of a subclass steps": ("other.py", "More().run()\n"),
+    "a mixin steps": ("engine.py", "Trainer().run()\n"),
+    "a hook clips": ("main.py", ""),
+    "a hook edits gradients": ("engine.py", "Trainer([0]).run()\n"),
+    "a step by way of a package": ("pkg/sub.py", "t.run()\n"),
+    "an engine in a package that may be run in two ways": ("pkg/train.py", ""),
+}
+TREES = {name: ("train.py", files) for name, files in NEAR.items()}
+for name, (script, files) in APART.items():
+    script, line = RUNS.get(name, (script, ""))
+    TREES[name] = (script, {**files, script: files[script] + line})
+
+NET = """\
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)))
+"""
+
+EXIT_STACK = f"""\
+{IMPORTS}import contextlib
+{APEX}{DATA}
+model = nn.Linear(4, 3)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+model, opt = amp.initialize(model, opt, opt_level="O2", verbosity=0)
+def backward(losses):
+    with contextlib.ExitStack() as stack:
+        for loss in losses[:1]:
+            scaled = stack.enter_context(amp.scale_loss(loss, opt))
+            scaled.backward()
+for i in range(5):
+    opt.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    backward([loss])
+    nn.utils.clip_grad_norm_(amp.master_params(opt), 0.1)
+    opt.step()
+    LOSSES.append(loss.item())
+"""
+
+IN_A_DICT = f"""\
+{IMPORTS}{APEX}{DATA}
+models = {{"a": nn.Linear(4, 4), "b": nn.Linear(4, 3)}}
+opts = {{k: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for k, m in models.items()}}
+made = amp.initialize(list(models.values()), list(opts.values()), opt_level="O1", verbosity=0, num_losses=2)
+models, opts = (dict(zip("ab", part)) for part in made)
+for i in range(5):
+    for key in opts:
+        opts[key].zero_grad()
+    loss = F.cross_entropy(models["b"](models["a"](x)), y)
+    with amp.scale_loss(loss, [opts[k] for k in sorted(opts)], loss_id=1) as scaled:
+        scaled.backward()
+    for key, opt in opts.items():
+        nn.utils.clip_grad_norm_(amp.master_params(opt), 0.1)
+    [opt.step() for opt in opts.values()]
+    LOSSES.append(loss.item())
+"""
+
+MAYBE_AN_OPTIMIZER = {
+    "engine.py": f"""\
+{IMPORTS}{APEX}
+def run(model, x, y, opt=None):
+    loss = F.cross_entropy(model(x), y)
+    if opt is not None:
+        with amp.scale_loss(loss, opt) as scaled:
+            scaled.backward()
+        opt.step()
+        opt.zero_grad()
+    else:
+        loss.backward()
+        norm = sum(p.grad.norm() for p in model.parameters())
+        model.zero_grad()
+        return norm.item()
+    return loss.item()
+""",
+    "train.py": f"""\
+{IMPORTS}{APEX}from engine import run
+{DATA}
+model = nn.Linear(4, 3)
+opt = torch.optim.Adam(model.parameters(), lr=0.1)
+model, opt = amp.initialize(model, opt, opt_level="O1", verbosity=0)
+for i in range(6):
+    LOSSES.append(run(model, x, y, opt if i % 2 else None))
+""",
+}
+
+A_PROPERTY = {
+    "pkg/__init__.py": "",
+    "pkg/base.py": f"""\
+{IMPORTS}{APEX}
+class Base:
+    def __init__(self, model):
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.model, self._optimizer = amp.initialize(model, self._optimizer, opt_level="O1", verbosity=0)
+    @property
+    def optimizer(self):
+        return self._optimizer
+    def backward(self, loss):
+        with amp.scale_loss(loss, self.optimizer) as scaled:
+            scaled.backward()
+""",
+    "pkg/task.py": """\
+import torch.nn.functional as F
+from .base import Base
+class Task(Base):
+    def update(self, x, y):
+        loss = F.cross_entropy(self.model(x), y)
+        self._optimizer.zero_grad()
+        self.backward(loss)
+        self.optimizer.step()
+        return loss.item()
+""",
+    "train.py": f"""\
+{IMPORTS}from pkg.task import Task
+{DATA}
+task = Task(nn.Linear(4, 3))
+for i in range(5):
+    LOSSES.append(task.update(x, y))
+""",
+}
+
+GAN = f"""\
+{IMPORTS}{APEX}{DATA}{NET}
+netD, netG = nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(0.2), nn.Linear(4, 1)), nn.Linear(4, 4)
+optD, optG = (torch.optim.Adam(net.parameters(), lr=0.01) for net in (netD, netG))
+[netD, netG], [optD, optG] = amp.initialize([netD, netG], [optD, optG], opt_level="O1", num_losses=3, verbosity=0)
+criterion = nn.BCEWithLogitsLoss()
+for i in range(5):
+    netD.zero_grad()
+    real = criterion(netD(x), torch.ones(16, 1))
+    with amp.scale_loss(real, optD, loss_id=0) as scaled:
+        scaled.backward()
+    fake = netG(torch.randn(16, 4))
+    judged = criterion(netD(fake.detach()), torch.zeros(16, 1))
+    if i == 2:
+        judged = judged * float("inf")
+    with amp.scale_loss(judged, optD, loss_id=1) as scaled:
+        scaled.backward()
+    optD.step()
+    netG.zero_grad()
+    fooled = criterion(netD(fake), torch.ones(16, 1))
+    with amp.scale_loss(fooled, optG, loss_id=2) as scaled:
+        scaled.backward()
+    optG.step()
+    LOSSES += [real.item(), fooled.item()]
+LOSSES += [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers]
+"""
+
+RESUMED = {
+    "train.py": f"""\
+{IMPORTS}import io
+{APEX}{DATA}{NET}
+def make(seed):
+    torch.manual_seed(seed)
+    model = Net()
+    opt = torch.optim.Adam(model.parameters(), lr=0.01)
+    return amp.initialize(model, opt, opt_level="O2", verbosity=0)
+def train(model, opt, scale=1.0):
+    loss = F.cross_entropy(model(x), y) * scale
+    opt.zero_grad()
+    with amp.scale_loss(loss, opt) as scaled:
+        scaled.backward()
+    opt.step()
+    return loss.item()
+model, opt = make(0)
+train(model, opt, float("inf"))
+LOSSES += [train(model, opt) for _ in range(3)]
+file = io.BytesIO()
+torch.save({{"model": model.state_dict(), "opt": opt.state_dict(), "amp": amp.state_dict()}}, file)
+file.seek(0)
+saved = torch.load(file, weights_only=True)
+model, opt = make(1)
+model.load_state_dict(saved["model"])
+opt.load_state_dict(saved["opt"])
+amp.load_state_dict(saved["amp"])
+LOSSES += [train(model, opt) for _ in range(3)]
+LOSSES.append(amp.state_dict()["loss_scaler0"]["loss_scale"])
+LOSSES.append(amp.state_dict()["loss_scaler0"]["unskipped"])
+""",
+}
+
+ACCUMULATED = f"""\
+{IMPORTS}{APEX}{DATA}{NET}
+model = Net()
+opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+model, opt = amp.initialize(model, opt, opt_level="O2", verbosity=0)
+STEPS = 3
+for i in range(11):
+    loss = F.cross_entropy(model(x[i % 8:]), y[i % 8:]) / STEPS
+    last = (i + 1) % STEPS == 0
+    with amp.scale_loss(loss, opt, delay_unscale=not last) as scaled:
+        scaled.backward()
+    if last or i == 10:  # the last steps leave gradients that are still scaled
+        nn.utils.clip_grad_norm_(amp.master_params(opt), 1.0) if last else None
+        opt.step()
+        opt.zero_grad()
+    LOSSES.append(loss.item())
+"""
+
+TWO_PACKAGES = {
+    "engine/__init__.py": "from .loop import train\n",
+    "engine/loop.py": f"""\
+{IMPORTS}{APEX}
+def train(model, opt, x, y):
+    loss = F.cross_entropy(model(x), y)
+    opt.zero_grad()
+    with amp.scale_loss(loss, opt) as scaled:
+        scaled.backward()
+    opt.step()
+    return loss.item()
+""",
+    "saves/__init__.py": "",
+    "saves/state.py": "try:\n    import apex\nexcept ImportError:\n    apex = None\n"
+    "def state():\n    return apex.amp.state_dict() if apex is not None else {}\n",
+    "train.py": f"""\
+{IMPORTS}{APEX}from engine import train
+from saves.state import state
+{DATA}
+model = nn.Linear(4, 3)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+model, opt = amp.initialize(model, opt, opt_level="O1", verbosity=0, loss_scale=128.0)
+LOSSES += [train(model, opt, x, y) for _ in range(4)]
+LOSSES.append(state()["loss_scaler0"]["loss_scale"])
+""",
+}
+
+BY_NAME = f"""\
+{IMPORTS}import importlib
+{DATA}
+def amp(name, *args, **kwargs):
+    return getattr(importlib.import_module("apex.amp"), name)(*args, **kwargs)
+model = nn.Linear(4, 3)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+model, opt = amp("initialize", model, opt, opt_level="O1", verbosity=0)
+for i in range(4):
+    loss = F.cross_entropy(model(x), y)
+    opt.zero_grad()
+    with amp("scale_loss", loss, opt) as scaled:
+        scaled.backward()
+    opt.step()
+    LOSSES.append(loss.item())
+"""
+
+#: Trees of which only a run shows what happens; each is run by ``train.py``.
+RUN_TIME = {
+    "blocks of an ExitStack": {"train.py": EXIT_STACK},
+    "optimizers in a dict": {"train.py": IN_A_DICT},
+    "an optimizer or none": MAYBE_AN_OPTIMIZER,
+    "an optimizer and its property": A_PROPERTY,
+    "a GAN of three losses, one of which overflows": {"train.py": GAN},
+    "a run that goes on": RESUMED,
+    "accumulated, with a rest": {"train.py": ACCUMULATED},
+    "two packages": TWO_PACKAGES,
+    "amp by its name": {"train.py": BY_NAME},
+}
+TREES |= {name: ("train.py", files) for name, files in RUN_TIME.items()}
