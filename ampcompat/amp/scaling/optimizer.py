@@ -144,7 +144,7 @@ def _follow_step(optimizer: Optimizer) -> None:
 
 
 def _is_ours(method: Any) -> bool:
-    """Whether ``method`` is a wrapper of ours, or one around it that says so, as an LR scheduler's from torch 2.5 on."""
+    """Whether ``method`` is a wrapper of ours, or one around it that says so: an LR scheduler's, from torch 2.5 on."""
     function = getattr(method, "__func__", method)
     while function is not None:
         if getattr(function, "__code__", None) is _WRAPPER_CODE:
