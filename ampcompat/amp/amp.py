@@ -32,6 +32,7 @@ from ampcompat.amp.levels import casting_level
 from ampcompat.amp.properties import read_properties
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session
+from ampcompat.amp.session_casts import come_into_force
 
 __all__ = ["bfloat16_function", "float_function", "half_function", "init", "promote_function"]
 __all__ += ["register_bfloat16_function", "register_float_function", "register_half_function"]
@@ -120,5 +121,5 @@ def _begin_casts(session: Session) -> None:
         if not policy.casts.enabled:  # forwards at other levels cast functions too, into their own half dtype
             session.casting.append(policy)
             policy.casts = policy.casts._replace(enabled=True)
-    session.come_into_force()
+    come_into_force(session)
     set_ambient(session.device_types)

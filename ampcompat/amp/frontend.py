@@ -37,7 +37,8 @@ from ampcompat.amp.scaling.clearing import watch_modules
 from ampcompat.amp.scaling.exchange import model_tensor
 from ampcompat.amp.scaling.optimizer_state import follow_groups
 from ampcompat.amp.scaling.scaler import LossScaler
-from ampcompat.amp.scaling.session import Session, release_casts
+from ampcompat.amp.scaling.session import Session
+from ampcompat.amp.session_casts import begin_casts, release_casts
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -345,7 +346,7 @@ def _take_over(session: Session, objects: _Objects) -> None:
     follow_groups(newcomers)
     if session.enabled:
         ddp.install()
-        session.begin_casts()
+        begin_casts(session)
         if session.policy.master_weights:
             watch_torch()
         watch_modules()

@@ -17,6 +17,7 @@ from ampcompat.amp.scaling import optimizer as _optimizer
 from ampcompat.amp.scaling.scale_loss import scale_loss
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import DISABLED, Session
+from ampcompat.amp.session_casts import end_casts, switch_casts
 
 __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "master_params", "scale_loss"]
 
@@ -38,12 +39,12 @@ class AmpHandle:
 
     @_is_active.setter
     def _is_active(self, active: bool) -> None:
-        self._session.switch_casts(bool(active))
+        switch_casts(self._session, bool(active))
 
     _clear_cache = staticmethod(torch.clear_autocast_cache)
 
     def _deactivate(self) -> None:
-        self._session.end_casts()
+        end_casts(self._session)
 
     def _put_under_amp(self, optimizer: Any, num_loss: int) -> None:
         """Put under amp an optimizer that no ``initialize`` was given."""

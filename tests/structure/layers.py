@@ -25,7 +25,7 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("half",),
     ("scaling",),
     ("adapters", "misuse"),
-    ("_process_optimizer",),
+    ("_process_optimizer", "session_casts"),
     ("_initialize", "arguments", "handle", "scaler", "utils"),
     ("frontend", "amp", "opt", "__version__"),
     ("__init__",),

@@ -11,8 +11,9 @@ from amp_training import is_initialized
 
 from ampcompat import _torch, amp
 from ampcompat._distribution import SHIM
+from ampcompat.amp import frontend
 from ampcompat.amp.scaler import LossScaler
-from ampcompat.amp.scaling import session, steps
+from ampcompat.amp.scaling import steps
 from ampcompat.cli import main
 from ampcompat.tools.selftest import checks, environment, ranks
 from ampcompat.tools.selftest import run as run_module
@@ -61,7 +62,7 @@ def gradients_stay_scaled(monkeypatch):
 
 
 def no_casts(monkeypatch):
-    monkeypatch.setattr(session.Session, "begin_casts", nothing)
+    monkeypatch.setattr(frontend, "begin_casts", nothing)
 
 
 def no_weights_in_half(monkeypatch):
