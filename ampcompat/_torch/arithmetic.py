@@ -77,8 +77,10 @@ def _by_kind(written: Tensors, read: Tensors) -> Iterable[tuple[Tensors, Tensors
     """
     if not written:
         return []
-    strides = list(map(_STRIDE, written))
-    if _is_uniform(written) and _is_uniform(read) and strides == list(map(_STRIDE, read)):
+    of_written = zip(map(_DTYPE, written), map(_DEVICE_INDEX, written), strict=True)
+    of_read = zip(map(_DTYPE, read), map(_DEVICE_INDEX, read), strict=True)
+    is_uniform = len(set(of_written)) == 1 and len(set(of_read)) == 1
+    if is_uniform and list(map(_STRIDE, written)) == list(map(_STRIDE, read)):
         return [(written, read)]
     lists: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for target, source in zip(written, read, strict=True):
@@ -88,11 +90,6 @@ def _by_kind(written: Tensors, read: Tensors) -> Iterable[tuple[Tensors, Tensors
         targets.append(target)
         sources.append(source)
     return lists.values()
-
-
-def _is_uniform(tensors: Tensors) -> bool:
-    """Whether ``tensors`` are of one dtype and on one device."""
-    return len(set(map(_DTYPE, tensors))) == 1 and len(set(map(_DEVICE_INDEX, tensors))) == 1
 
 
 _DTYPE = operator.attrgetter("dtype")
@@ -108,7 +105,7 @@ def cast_to(value: Any, dtype: torch.dtype) -> Any:
     """
     if not isinstance(value, torch.Tensor):
         return value.to(dtype)
-    if not value.is_floating_point():
+    if value.dtype == dtype or not value.is_floating_point():
         return value
     method = _CASTS.get(dtype)
     return value.to(dtype) if method is None else method(value)

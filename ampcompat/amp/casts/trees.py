@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -28,13 +29,7 @@ def cast_tree(value: T, dtype: torch.dtype) -> T:
     dataclasses and mappings of any kind too. What needs no cast is returned itself, containers included, so that a
     forward that writes into its argument writes into the caller's.
     """
-
-    def cast(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.dtype == dtype:
-            return leaf
-        return _torch.cast_to(leaf, dtype)
-
-    result, _ = _map(value, cast, objects=True)
+    result, _ = _map(value, functools.partial(_torch.cast_to, dtype=dtype), objects=True)
     return result
 
 

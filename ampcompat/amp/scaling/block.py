@@ -14,7 +14,7 @@ second block begins           None        the block saves 2                     
 second block ends             5                                                    :meth:`Block._unscale`
 or its gradients stay scaled  6144        pending, with 2 and the scale            :meth:`Block._leave_pending`
 or its body raises            2                                                    :meth:`Block._put_back`
-``optimizer.step()``          5           unscales what is pending, and reads the  ``steps.scaled_step``
+``optimizer.step()``          5           unscales what is pending, and reads the  ``make_or_skip_step``
                                           flag
 ============================  ==========  =======================================  ==============================
 
@@ -120,8 +120,9 @@ class Block(OpenBlock):
             assert_ambience()
         for optimizer in self.optimizers:
             optimizer._amp_stash.look_up(optimizer)
-        self.leaves = leaves_of(self.optimizers)
-        needs_scale = self._needs_scale()
+        only_one = len(self.optimizers) == 1
+        self.leaves = self.optimizers[0]._amp_stash.leaves if only_one else leaves_of(self.optimizers)
+        needs_scale = not self.scalers[0].is_one or self._adds_to_scaled_gradients()
         self.is_plain = not needs_scale and not self._has_masters()
         if state.open_blocks:
             _refuse_inside_another(self)
@@ -141,9 +142,9 @@ class Block(OpenBlock):
             self._undo_begin()
             raise
 
-    def _needs_scale(self) -> bool:
-        """Whether the loss is multiplied by a scale at all."""
-        if not self.scalers[0].is_one or pending_in(self.leaves):
+    def _adds_to_scaled_gradients(self) -> bool:
+        """Whether other scalers have scaled gradients of its leaves, which are pending or may have overflowed."""
+        if pending_in(self.leaves):
             return True
         stashes = [optimizer._amp_stash for optimizer in self.optimizers]
         return any(stash.overflows or stash.delayed for stash in stashes)
@@ -221,9 +222,14 @@ class Block(OpenBlock):
         if kind is not None:
             self._undo(error)
             return
+        stays_scaled = False
         try:
             if not self.is_plain:
-                self._end()
+                stays_scaled = self.delay or (bool(state.adapters) and self._waits_for_sync())
+                if stays_scaled:
+                    self._leave_pending()
+                else:
+                    self._unscale()
         except BaseException:
             clear_partly_unscaled(self)
             raise
@@ -231,22 +237,13 @@ class Block(OpenBlock):
             state.open_blocks.remove(self)
         if state.observers:
             notify("on_block_end", self)
-            if self.is_plain or self.has_new_grads is not None:
+            if not stays_scaled:
                 notify("on_gradients", self.scalers[0], self.optimizers)
 
-    def _end(self) -> None:
-        """Unscale the new gradients, or leave them scaled for a later block or the step."""
-        is_unsynced = False
-        stays_scaled = self.delay
-        if state.adapters:
-            leaves = self.leaves.tensors()
-            is_unsynced = any(adapter.defers_sync(leaves) for adapter in state.adapters)
-            waits_for_script = any(adapter.leaves_sync_to_script(leaves) for adapter in state.adapters)
-            stays_scaled = self.delay or is_unsynced or waits_for_script
-        if stays_scaled:
-            self._leave_pending(is_unsynced)
-        else:
-            self._unscale()
+    def _waits_for_sync(self) -> bool:
+        """Whether the gradients have yet to be averaged over processes, by a wrapper of the model or by the script."""
+        leaves = self.leaves.tensors()
+        return any(adapter.defers_sync(leaves) or adapter.leaves_sync_to_script(leaves) for adapter in state.adapters)
 
     @_torch.without_grad
     def _unscale(self) -> None:
@@ -261,9 +258,12 @@ class Block(OpenBlock):
         overflows = adjust_scalers(self, self.moves_scale)
         if not overflows:
             return
+        is_shared = False
         for optimizer in self.optimizers:
-            optimizer._amp_stash.note_overflows(overflows)
-        if any(optimizer._amp_stash.shared for optimizer in self.optimizers):
+            stash: OptimizerState = optimizer._amp_stash
+            stash.note_overflows(overflows)
+            is_shared = is_shared or bool(stash.shared)
+        if is_shared:
             self._suspect_other_holders()
 
     def _suspect_other_holders(self) -> None:
@@ -272,8 +272,10 @@ class Block(OpenBlock):
             if other not in self.optimizers and self.overlaps(other._amp_stash.leaves):
                 other._amp_stash.suspect = True
 
-    def _leave_pending(self, is_unsynced: bool) -> None:
+    def _leave_pending(self) -> None:
         """Leave the gradients scaled, to a later block or to the step."""
+        leaves = self.leaves.tensors()
+        is_unsynced = any(adapter.defers_sync(leaves) for adapter in state.adapters)
         scale = self.scalers[0].scale_on() if self.scale is None else self.scale
         state.pending.append(Pending(self.leaves, self.scalers, scale, self.saved, is_unsynced))
 

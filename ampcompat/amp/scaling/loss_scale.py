@@ -118,16 +118,17 @@ class MovingScale:
     # -- the loss ------------------------------------------------------------------------------------------------------
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss.float() * scale``, on the device of ``loss``, of any shape; no host sync."""
-        scale = self.made_on(loss.device)
+        scale = self.scale
+        if scale is None:
+            scale = self._make_on(loss.device)
         if scale.device != loss.device:
             scale = scale.to(loss.device, non_blocking=True)
         return loss.float() * scale
 
-    def made_on(self, device: torch.device) -> torch.Tensor:
-        """The current scale; its tensors are made on ``device`` if there are none yet."""
-        if self.scale is None:
-            self.scale = torch.full((), self.written_scale, dtype=torch.float32, device=device)
-            self.clean_passes = torch.full((), self.written_clean_passes, dtype=torch.int32, device=device)
+    def _make_on(self, device: torch.device) -> torch.Tensor:
+        """Make the tensors of the scale on ``device``; return the scale."""
+        self.scale = torch.full((), self.written_scale, dtype=torch.float32, device=device)
+        self.clean_passes = torch.full((), self.written_clean_passes, dtype=torch.int32, device=device)
         return self.scale
 
     def scale_on(self, device: torch.device | None = None) -> torch.Tensor:
@@ -151,7 +152,7 @@ class MovingScale:
         if grads[0].is_complex():
             grads = [torch.view_as_real(grad) for grad in grads]
         if scale is None:
-            scale = self.made_on(device)
+            scale = self._make_on(device) if self.scale is None else self.scale
         if scale.device != device:
             scale = scale.to(device, non_blocking=True)
         found_inf = self._found_inf.get(device)
@@ -164,7 +165,9 @@ class MovingScale:
         """The flag of the gradients unscaled since the last transition, which is forgotten; None where none were."""
         flags = list(self._found_inf.values())
         self._found_inf = {}
-        return _torch.any_of(flags) if flags else None
+        if len(flags) > 1:  # of several devices
+            return _torch.any_of(flags)
+        return flags[0] if flags else None
 
     def add_found_inf(self, flag: torch.Tensor) -> None:
         """Count ``flag``, a 0-dim float32 tensor, among those of gradients unscaled since the last transition."""
@@ -227,7 +230,9 @@ class MovingScale:
 
     def note_pass(self, found_inf: torch.Tensor | None) -> torch.Tensor:
         """Keep ``found_inf`` as the flag of the last pass, next to the scale; return it."""
-        scale = self.made_on(torch.device("cpu") if found_inf is None else found_inf.device)
+        scale = self.scale
+        if scale is None:
+            scale = self._make_on(torch.device("cpu") if found_inf is None else found_inf.device)
         if found_inf is None:
             flag = scale.new_full((), 0.0)
         elif found_inf.device == scale.device:

@@ -31,7 +31,7 @@ from ampcompat.amp.scaling.leaves import leaves_of
 from ampcompat.amp.scaling.optimizer_state import OptimizerState, follow_groups
 from ampcompat.amp.scaling.scale_loss import under_amp
 from ampcompat.amp.scaling.session import Session
-from ampcompat.amp.scaling.steps import needs_no_amp, plain_step, scaled_step
+from ampcompat.amp.scaling.steps import make_or_skip_step
 
 
 def attach(optimizer: Optimizer, session: Session, kind: type[OptimizerState]) -> None:
@@ -125,9 +125,7 @@ def step(optimizer: Optimizer, original: Callable[..., Any], closure: Any = None
             return step_with_closure(optimizer, original, closure, outside, **kwargs)
     casting = casts.original is not None or any(map(torch.is_autocast_enabled, casts.device_types))
     with CastsOff() if casting else nullcontext():
-        if needs_no_amp(stash):
-            return plain_step(optimizer, stash, original, **kwargs)
-        return scaled_step(optimizer, stash, original, **kwargs)
+        return make_or_skip_step(optimizer, stash, original, **kwargs)
 
 
 def _follow_step(optimizer: Optimizer) -> None:
@@ -144,7 +142,7 @@ def _follow_step(optimizer: Optimizer) -> None:
 
 
 def _is_ours(method: Any) -> bool:
-    """Whether ``method`` is a wrapper of ours, or one around it that says so, as LR schedulers' do from torch 2.5 on."""
+    """Whether ``method`` is a wrapper of ours, or one around it that says so: an LR scheduler's, from torch 2.5 on."""
     function = getattr(method, "__func__", method)
     while function is not None:
         if getattr(function, "__code__", None) is _WRAPPER_CODE:

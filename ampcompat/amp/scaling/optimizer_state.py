@@ -86,24 +86,22 @@ class OptimizerState:
     def note_overflows(self, overflows: Sequence[Overflow]) -> None:
         """Note what a block has found: the next step is skipped if one of ``overflows`` is set."""
         for overflow in overflows:
-            if overflow.delayed is None:
-                self._add_flag(overflow)
-            else:
-                self._add_delayed(overflow)
+            if overflow.delayed is not None:
+                self._note_delayed(overflow)
+                continue
+            scaler, flag, _ = overflow
+            earlier = self.overflows.get(scaler)
+            self.overflows[scaler] = flag if earlier is None else torch.maximum(earlier, flag)
 
-    def _add_flag(self, overflow: Overflow) -> None:
-        earlier = self.overflows.get(overflow.scaler)
-        self.overflows[overflow.scaler] = overflow.flag if earlier is None else torch.maximum(earlier, overflow.flag)
-
-    def _add_delayed(self, overflow: Overflow) -> None:
+    def _note_delayed(self, overflow: Overflow) -> None:
         """Note a pass that has left the scale alone, in one flag with others since the scaler's last transition."""
         earlier = self.delayed.get(overflow.scaler)
         if earlier is None or earlier.is_decided:
             self.delayed[overflow.scaler] = overflow
         elif earlier.delayed is overflow.delayed:
             self.delayed[overflow.scaler] = overflow._replace(flag=torch.maximum(earlier.flag, overflow.flag))
-        else:
-            self._add_flag(earlier)
+        else:  # the scaler has made its transition since
+            self.note_overflows([earlier._replace(delayed=None)])
             self.delayed[overflow.scaler] = overflow
 
     def forget_overflows(self) -> None:
@@ -124,7 +122,9 @@ class OptimizerState:
         self.suspect = may_have_overflowed and skipped is not False
         for master in self.leaves.masters:
             if id(master.half) not in self.shared:
-                master.drop_gradient()
+                # As :meth:`Master.drop_gradient`, for thousands of masters at each step.
+                master.grad_shown = False
+                master.value.grad = None
 
     # -- what it holds -------------------------------------------------------------------------------------------------
     @_torch.eager

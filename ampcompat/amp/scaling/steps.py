@@ -26,26 +26,18 @@ from ampcompat.amp.scaling.unscaling import any_non_finite, drop_cleared
 R = TypeVar("R")
 
 
-@_torch.eager
-def needs_no_amp(stash: OptimizerState) -> bool:
-    """Whether torch's own step is all there is to do: nothing is scaled, and there are no masters."""
-    has_to_look = stash.overflows or stash.delayed or stash.suspect or stash.device_steps.undecided
-    return not (stash.leaves.masters or has_to_look or state.pending or state.observers)
-
-
 @_torch.skip_compile_of_frame
-def plain_step(optimizer: Optimizer, stash: OptimizerState, original: Callable[..., R], **kwargs: Any) -> R:
-    """Step as plain torch does."""
-    result = original(**kwargs)
-    finish(optimizer, stash, skipped=False)
-    return result
+def make_or_skip_step(optimizer: Optimizer, stash: OptimizerState, original: Callable[..., Any], **kwargs: Any) -> Any:
+    """Read the flags and make the step or skip it; or lend them to an optimizer that skips by itself.
 
-
-@_torch.skip_compile_of_frame
-def scaled_step(optimizer: Optimizer, stash: OptimizerState, original: Callable[..., Any], **kwargs: Any) -> Any:
-    """Read the flags and make the step or skip it; or lend them to an optimizer that skips by itself."""
-    make_ready(optimizer, stash)
-    flags = flags_of(stash)
+    Where nothing is scaled and there are no masters, torch's own step is all there is to do.
+    """
+    has_masters = bool(stash.leaves.masters)
+    if has_masters or state.pending or state.observers or stash.device_steps.undecided:
+        make_ready(optimizer, stash)
+    flags: list[StepFlag] = []
+    if stash.overflows or stash.delayed or stash.suspect:
+        flags = flags_of(stash)
     decides_on_device = bool(flags) and skips_on_device(optimizer)
     if flags and not decides_on_device:
         overflowed = read(stash, flags)
@@ -53,12 +45,12 @@ def scaled_step(optimizer: Optimizer, stash: OptimizerState, original: Callable[
             announce_skip(overflowed)
             finish(optimizer, stash, skipped=True)
             return None
+    update = functools.partial(update_weights, optimizer, stash, original) if has_masters else original
     if decides_on_device:
-        step = functools.partial(update_weights, optimizer, stash, original, **kwargs)
-        result = stash.device_steps.step(optimizer, flags, step)
+        result = stash.device_steps.step(optimizer, flags, functools.partial(update, **kwargs))
         finish(optimizer, stash, skipped=None)
     else:
-        result = update_weights(optimizer, stash, original, **kwargs)
+        result = update(**kwargs)
         finish(optimizer, stash, skipped=False)
     return result
 
@@ -67,8 +59,9 @@ def scaled_step(optimizer: Optimizer, stash: OptimizerState, original: Callable[
 @_torch.eager
 def make_ready(optimizer: Optimizer, stash: OptimizerState) -> None:
     """Make gradients unscaled, and masters follow the model, for a step."""
-    for pending in pending_in(stash.leaves):
-        end_pending(pending)
+    if state.pending:
+        for pending in pending_in(stash.leaves):
+            end_pending(pending)
     if stash.device_steps.undecided:
         stash.device_steps.report_arrived()
     masters = stash.leaves.masters
@@ -84,8 +77,12 @@ def make_ready(optimizer: Optimizer, stash: OptimizerState) -> None:
 @_torch.eager
 def flags_of(stash: OptimizerState) -> list[StepFlag]:
     """The flags any of which skips the next step."""
-    flags = [StepFlag(scaler, flag) for scaler, flag in stash.overflows.items()]
-    flags += [StepFlag(scaler, each.flag) for scaler, each in stash.delayed.items() if not each.is_decided]
+    flags: list[StepFlag] = []
+    for scaler, flag in stash.overflows.items():
+        flags.append(StepFlag(scaler, flag))
+    for overflow in stash.delayed.values():
+        if not overflow.is_decided:
+            flags.append(StepFlag(overflow.scaler, overflow.flag))
     if stash.suspect:
         gradients = stash.leaves.gradients()
         if gradients:

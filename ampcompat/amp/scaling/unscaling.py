@@ -38,6 +38,7 @@ from ampcompat.amp.scaling.scaler import LossScaler
 
 HalfGradients = dict[Master, torch.Tensor]  # by the master that they belong to
 _GRAD = attrgetter("grad")
+_VALUE = attrgetter("value")
 _IS_SPARSE = attrgetter("is_sparse")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -143,7 +144,9 @@ def unscale_new(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) 
     """
     masters = leaves.masters
     half_gradients = {master: grad for master in masters if (grad := master.half.grad) is not None}
-    direct_grads = _direct_grads(leaves.direct)
+    direct_grads = [grad for grad in map(_GRAD, leaves.direct) if grad is not None]
+    if any(map(_IS_SPARSE, direct_grads)):
+        direct_grads = _entries_of_each(leaves.direct)
     if state.adapters:
         direct_grads = list(map(_torch.local_part, direct_grads))
     has_new_grads = bool(half_gradients or direct_grads)
@@ -152,7 +155,9 @@ def unscale_new(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) 
         half_gradients = {master: grad for master, grad in half_gradients.items() if not grad.requires_grad}
         direct_grads = [grad for grad in direct_grads if not grad.requires_grad]
     if half_gradients:
-        for chunk in _in_chunks(half_gradients, scale):
+        first_master = next(iter(half_gradients))
+        copies_stay = first_master.value.grad is None  # they become the masters' gradients
+        for chunk in [half_gradients] if copies_stay else _in_chunks(half_gradients, scale):
             _add_to_masters(chunk, direct_grads, scaler, scale)
             direct_grads = []  # unscaled with the first chunk, in the same kernel
     elif direct_grads and scale is not None:
@@ -214,11 +219,8 @@ def _share_overflow(adapter: Adapter, scaler: LossScaler, params: list[torch.Ten
         scaler.add_found_inf(flag)
 
 
-def _direct_grads(direct: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients of ``direct`` to unscale in place: their entries, each index once, where they are sparse."""
-    grads = [grad for grad in map(_GRAD, direct) if grad is not None]
-    if not any(map(_IS_SPARSE, grads)):
-        return grads
+def _entries_of_each(direct: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The numbers of the gradients of ``direct``, some of them sparse, which hold each index once after that."""
     entries = []
     for param in direct:
         if param.grad is None:
@@ -231,10 +233,8 @@ def _direct_grads(direct: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def _in_chunks(half_gradients: HalfGradients, scale: torch.Tensor | None) -> Iterable[HalfGradients]:
     """``half_gradients`` in parts whose float32 copies are made, added and freed together."""
-    master, grad = next(iter(half_gradients.items()))
-    copies_stay = master.value.grad is None  # they become the masters' gradients
-    needs_no_copies = scale is None and grad.is_cpu
-    if copies_stay or needs_no_copies:
+    needs_no_copies = scale is None and next(iter(half_gradients.values())).is_cpu
+    if needs_no_copies:
         return [half_gradients]
     masters = list(half_gradients)
     chunks = _torch.in_chunks(list(half_gradients.values()))
@@ -256,7 +256,7 @@ def _add_to_masters(
         entries = grads
     else:
         # With the strides of the masters, which the model's weights need not have any more.
-        grads = _torch.float32_copies(list(half_gradients.values()), [master.value for master in half_gradients])
+        grads = _torch.float32_copies(list(half_gradients.values()), list(map(_VALUE, half_gradients)))
         entries = grads
     if scale is not None:
         scaler.unscale_grads(direct_grads + entries, scale)
