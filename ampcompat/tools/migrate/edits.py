@@ -39,10 +39,6 @@ class Edits:
         """Put ``text`` in the place of a node."""
         self._replaced[self._span(node)] = text
 
-    def forget(self, node: ast.AST) -> None:
-        """Leave a node as it is after all."""
-        self._replaced.pop(self._span(node), None)
-
     def between(self, start: ast.AST, end: ast.AST, before: str, after: str) -> None:
         """Put texts in the place of what stands in ``start`` before and behind ``end``, a node inside of it."""
         first, last = self._span(start)

@@ -149,10 +149,7 @@ class _Rewriting:
         if root == "apex" and len(chain) > 1:
             self.needs_amp = True
             self.edits.replace(chain[1], NAME)
-        module = next((m for m in FLATTENED if symbol.startswith(f"{m}.") and m != "apex.amp._amp_state"), "")
-        if module and root in ("apex", "apex.amp"):
-            self._flatten(node, symbol, module, chain, root)
-        elif name and not has(name):
+        if name and not has(name):
             self.left.add(root)
             self._mark_use(node, symbol)
         elif name == "_amp_state":
@@ -200,18 +197,6 @@ class _Rewriting:
         for keyword in call.keywords:
             if keyword.arg is not None and not takes(function, keyword.arg):
                 self.edits.mark(call, f"{function}({keyword.arg}=): {NAME} does not have it; drop it")
-
-    def _flatten(self, node: ast.expr, symbol: str, module: str, chain: list[ast.expr], root: str) -> None:
-        """``amp.handle.scale_loss`` is ``amp.scale_loss``."""
-        name = symbol.removeprefix(f"{module}.").partition(".")[0]
-        depth = module.count(".") - root.count(".")
-        if not has(name):
-            self._mark_use(node, symbol)
-            return
-        prefix = NAME if root == "apex" else self.edits.text(chain[0])
-        if root == "apex":
-            self.edits.forget(chain[1])
-        self.edits.replace(chain[depth + 1], f"{prefix}.{name}")
 
     def _imported_class(self, symbol: str, uses: list[Use]) -> None:
         """Have the import of a class say which one of torch it is, if that is one for all of its uses."""
@@ -367,7 +352,8 @@ def _why_left(symbol: str) -> str:
     if symbol == "apex":
         return "what is left of it is marked below"
     if symbol.startswith("apex.amp."):
-        return INSTEAD.get(symbol.rpartition(".")[2], f"{NAME} does not have it")
+        name = symbol.rpartition(".")[2]
+        return f"it is {NAME}.{name}" if has(name) else INSTEAD.get(name, f"{NAME} does not have it")
     known = verdict(symbol)
     return advice(symbol) or (known.note if known.verdict == UNSUPPORTED else "torch has nothing of the same meaning")
 

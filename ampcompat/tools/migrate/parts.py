@@ -17,30 +17,29 @@ from ampcompat import __version__
 NAME = "native_amp"
 WHOLE = Path(__file__).with_name(f"{NAME}.py")
 
-#: What in a text needs a part.
+#: What in a text needs a part. Repeats have bounds: a hostile file must not take quadratic time.
 NEEDS = {
     name: re.compile(pattern, re.MULTILINE | re.IGNORECASE)
     for name, pattern in {
-        # That of amp, under whatever name; models and optimizers have a state_dict of their own.
-        "checkpoints": r"amp\w*\.(load_)?state_dict|apex\S*state_dict|import [^\n]*state_dict|"
-        r"['\"](load_)?state_dict['\"]|\bamp as (?!\w*amp)\w|getattr\(\w*amp",
+        # That of amp, by itself or by a name of the module; models and optimizers have a state_dict of their own.
+        "checkpoints": r"(?<![.\w])(load_)?state_dict\b|amp\w{0,40}\.(load_)?state_dict|\bamp as (?!\w{0,40}amp)\w",
         # A step that is given anything, unless it is a scheduler's.
-        "closures": r"closure|LBFGS|^(?!.*sched).*\.step\([^)\n]",
+        "closures": r"closure|LBFGS|(?<!scheduler)(?<!sched)\.step\(([^)\n]|$)",
         "data_parallel": r"\bDataParallel\b|\bdata_parallel\b|\breplicate\b",
         # By its name, or in arguments that the source does not spell out.
-        "delayed_blocks": r"delay_unscale|no_sync|scale_loss\((.*[(,])?\s*\*|scale_loss\(([^,\n]*,){4}|scale_loss\($",
+        "delayed_blocks": r"delay_unscale|no_sync|scale_loss\(($|(.{0,200}[(,])?\s{0,9}\*|([^,\n]{0,99},){4})",
         # Functions of autograd, whose backward may meet two dtypes.
         "explanations": r"\bFunction\b",
         # Who reads more of a forward than its signature.
-        "forward_attributes": r"__code__|\binspect\b|\.forward\b(?! *\()|['\"]forward['\"]",
+        "forward_attributes": r"__code__|\binspect\b|\.forward\b(?! ?\()|['\"]forward['\"]",
         "functions": r"half_function|float_function|disable_casts",
         "fused_checkpoints": r"FusedAdam|FusedAdagrad|fused_ada",
         "retained_gradients": r"retain_grad",
         "star_imports": r"import \*",
         # Losses that may come from another method of a model, or from a part of it.
-        "unused_forwards": r"^\s+(async )?def (?!forward\b|_)\w+\(\s*self|"
+        "unused_forwards": r"^[ \t]{1,40}(async )?def (?!forward\b|_)\w{1,60}\(\s{0,9}self|"
         r"(?<!\bF)(?<!\bnn)(?<!\bself)(?<!functional)\.(?!scale_loss|loss_scale)"
-        r"\w*(loss|encode|decode|sample|features|backbone|trunk|head)\w*\(",
+        r"\w{0,40}(loss|encode|decode|sample|features|backbone|trunk|head)\w{0,40}\(",
     }.items()
 }
 PARTS = frozenset(NEEDS)

@@ -50,7 +50,9 @@ def migrate_paths(paths: Sequence[str | Path], to: str = "ampcompat") -> Iterato
     for file, name in wanted.items():
         changes.append(migrate_file(file, name, to))
         yield len(changes), len(wanted), None
-    for change in _with_native_amp(changes, [Path(path).resolve() for path in paths]):
+    if to == "native":
+        changes = _with_native_amp(changes, [Path(path).resolve() for path in paths])
+    for change in changes:
         yield len(wanted), len(wanted), change
 
 

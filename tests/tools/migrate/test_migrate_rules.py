@@ -105,8 +105,8 @@ NATIVE = [
     ("from apex.amp._amp_state import _amp_state\n", "from native_amp import _amp_state\n"),
     ("from apex.amp.handle import scale_loss\n", "from native_amp import scale_loss\n"),
     (
-        "from apex import amp\namp.handle.scale_loss(l, o); amp._amp_state.loss_scalers[0].loss_scale()\n",
-        "import native_amp as amp\namp.scale_loss(l, o); amp._amp_state.loss_scalers[0].loss_scale()\n",
+        "from apex import amp\namp._amp_state.loss_scalers[0].loss_scale()\n",
+        "import native_amp as amp\namp._amp_state.loss_scalers[0].loss_scale()\n",
     ),
     (
         "from apex import amp\n'state_dict' in amp.__dict__\n",
@@ -287,6 +287,11 @@ def test_where_checkpoints_of_fused_optimizers_load_is_noted(name):
     code = f"from apex.optimizers import {name}\no = {name}(p, 0.1)\n"
     (note,) = migrate_source(code, "native").notes
     assert note.startswith(f"line 2: load checkpoints of {name} after amp.initialize")
+
+
+def test_a_function_of_a_module_of_amp_is_marked_with_its_name():
+    result = migrate_source("from apex import amp\namp.handle.scale_loss(l, o)\n", "native")
+    assert result.todos == [(2, "apex.amp.handle.scale_loss: it is native_amp.scale_loss")]
 
 
 def test_what_is_left_stands_beside_what_is_not():
