@@ -1,7 +1,7 @@
 """Adam on bare lists of tensors with numbers that are on the device, by the names of apex's extension.
 
 A CUDA graph of such a call reads them anew in each replay. Where ``noop_flag`` is set, nothing is written. Otherwise
-the gradients are multiplied by ``inv_scale`` in place.
+the gradients are multiplied by ``inv_scale``: the step uses the products in float32, and gets them rounded in place.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from torch import Tensor
 from ampcompat import _torch
 from ampcompat.multi_tensor_apply import _rules
 from ampcompat.multi_tensor_apply._rules import Hyper
-from ampcompat.multi_tensor_apply._working import WorkingCopies
-from ampcompat.multi_tensor_apply.lists import Lists, is_set, lent, parallel, write_unless
+from ampcompat.multi_tensor_apply.lists import Lists, is_set, lent, number_on, parallel, write_unless
 
 
 @torch.no_grad()
@@ -21,7 +20,7 @@ def multi_tensor_adam_capturable(
     chunk_size: int,
     noop_flag: Tensor,
     tensor_lists: Lists,
-    lr: Tensor,
+    lr: float | Tensor,
     beta1: float,
     beta2: float,
     epsilon: float,
@@ -33,26 +32,28 @@ def multi_tensor_adam_capturable(
 ) -> None:
     """Apply Adam to ``[grads, params, exp_avgs, exp_avg_sqs]``; ``mode`` 1 is AdamW.
 
-    ``lr``, ``step`` (this step's number, from 1) and ``inv_scale`` are tensors of one element.
+    ``step`` (this step's number, from 1) and ``inv_scale`` are tensors of one element; ``lr`` may be a number, since
+    that is what ``group["lr"]`` of ``FusedAdam(capturable=True)`` is.
     Reproduces ``csrc/multi_tensor_adam.cu: multi_tensor_adam_capturable_cuda``.
     """
-    lists = parallel(tensor_lists, 4, "amp_C.multi_tensor_adam_capturable")
-    if not lists[1]:
-        return
-    device = lists[1][0].device
-    skips = is_set(noop_flag, device)
-    _unscale_(lists[0], inv_scale, skips)
-    hyper = Hyper(
-        lr.reshape(()).to(device, non_blocking=True),
-        weight_decay,
-        eps=epsilon,
-        betas=(beta1, beta2),
-        step=step.reshape(()).to(device, torch.float32, non_blocking=True),
-        bias_correction=bool(bias_correction),
-        decoupled=bool(mode),
-        found_inf=skips.to(torch.float32),
-    )
-    with lent(lists, 4, "amp_C.multi_tensor_adam_capturable") as (grads, params, exp_avgs, exp_avg_sqs):
+    op = "amp_C.multi_tensor_adam_capturable"
+    with lent(tensor_lists, 4, op, grads_change=True) as (grads, params, exp_avgs, exp_avg_sqs):
+        if not params:
+            return
+        device = params[0].device
+        skips = is_set(noop_flag, device)
+        factor = torch.where(skips, 1.0, number_on(device, inv_scale))
+        _torch.foreach_mul_(grads, factor.to(grads[0].dtype))
+        hyper = Hyper(
+            number_on(device, lr),
+            weight_decay,
+            eps=epsilon,
+            betas=(beta1, beta2),
+            step=number_on(device, step),
+            bias_correction=bool(bias_correction),
+            decoupled=bool(mode),
+            found_inf=skips.to(torch.float32),
+        )
         _rules.adam_(params, grads, exp_avgs, exp_avg_sqs, hyper)
 
 
@@ -61,7 +62,7 @@ def multi_tensor_adam_capturable_master(
     chunk_size: int,
     noop_flag: Tensor,
     tensor_lists: Lists,
-    lr: Tensor,
+    lr: float | Tensor,
     beta1: float,
     beta2: float,
     epsilon: float,
@@ -82,13 +83,3 @@ def multi_tensor_adam_capturable_master(
     multi_tensor_adam_capturable(chunk_size, noop_flag, [grads, masters, exp_avgs, exp_avg_sqs], *numbers)
     if params:
         write_unless(is_set(noop_flag, params[0].device), targets=params, values=masters)
-
-
-def _unscale_(grads: list[Tensor], inv_scale: Tensor, skips: Tensor) -> None:
-    """Multiply ``grads`` by ``inv_scale`` in place, in float32, unless ``skips`` is set."""
-    factor = inv_scale.reshape(()).to(skips.device, torch.float32, non_blocking=True)
-    factor = torch.where(skips, 1.0, factor)
-    copies = WorkingCopies()
-    wide = copies.params(grads)
-    _torch.foreach_mul_(wide, factor.to(wide[0].dtype))
-    copies.write_back()

@@ -8,7 +8,7 @@ from torch import Tensor
 from ampcompat import _torch
 from ampcompat.multi_tensor_apply import _layerwise, _rules
 from ampcompat.multi_tensor_apply._rules import Hyper
-from ampcompat.multi_tensor_apply.lists import Lists, is_set, lent, parallel, write_unless
+from ampcompat.multi_tensor_apply.lists import Lists, is_set, lent, number_on, parallel, write_unless
 
 
 @torch.no_grad()
@@ -99,10 +99,7 @@ def multi_tensor_lamb_stage1_cuda(
         if not params:
             return
         device = params[0].device
-        if isinstance(global_grad_norm, Tensor):
-            norm = global_grad_norm.reshape(()).to(device, torch.float32, non_blocking=True)
-        else:
-            norm = torch.full((), global_grad_norm, dtype=torch.float32, device=device)
+        norm = number_on(device, global_grad_norm)
         grads = list(_layerwise.clipped(grads, norm, max_global_grad_norm))
         directions = _rules.adam_update_(params, grads, exp_avgs, exp_avg_sqs, hyper)
         decays = per_tensor_decay.to(device, non_blocking=True).unbind()
@@ -197,19 +194,16 @@ def multi_tensor_lamb_mp(
     if not params:
         return
     device = params[0].device
-
-    def number(value: Tensor) -> Tensor:
-        return value.reshape(()).to(device, torch.float32, non_blocking=True)
-
     skips = is_set(noop_flag, device) | is_set(found_inf, device)
-    norm, max_norm = number(global_grad_norm), number(max_grad_norm)
-    factor = number(inv_scale) / torch.where(norm > max_norm, norm / max_norm, 1.0)
+    norm = number_on(device, global_grad_norm)
+    max_norm = number_on(device, max_grad_norm)
+    factor = number_on(device, inv_scale) / torch.where(norm > max_norm, norm / max_norm, 1.0)
     hyper = Hyper(
-        number(lr),
+        number_on(device, lr),
         weight_decay,
         eps=epsilon,
         betas=(beta1, beta2),
-        step=number(step),
+        step=number_on(device, step),
         bias_correction=bool(bias_correction),
         grad_averaging=bool(grad_averaging),
         decoupled=bool(mode),

@@ -41,12 +41,15 @@ def parallel(tensor_lists: Lists, count: int, op: str) -> list[list[Tensor]]:
 
 
 @contextmanager
-def lent(tensor_lists: Lists, count: int, op: str) -> Iterator[list[list[Tensor]]]:
-    """Lend working copies of ``tensor_lists`` (gradients, params, state), laid out as the params, and write back."""
+def lent(tensor_lists: Lists, count: int, op: str, grads_change: bool = False) -> Iterator[list[list[Tensor]]]:
+    """Lend working copies of ``tensor_lists`` (gradients, params, state), laid out as the params, and write back.
+
+    ``grads_change``: The gradients are written back, too.
+    """
     grads, params, *state = parallel(tensor_lists, count, op)
     copies = WorkingCopies()
     working = copies.params(params)
-    working_grads = copies.lend(grads, like=working)
+    working_grads = copies.lend(grads, like=working, changes=grads_change)
     working_state = [copies.lend(tensors, like=working, changes=True) for tensors in state]
     yield [working_grads, working, *working_state]
     copies.write_back()
@@ -122,3 +125,10 @@ def flag_unless_finite(noop_flag: Tensor, numbers: Tensor) -> None:
 def is_set(noop_flag: Tensor, device: torch.device) -> Tensor:
     """Return whether ``noop_flag`` is set, 0-dim, on ``device``. No host sync."""
     return (noop_flag.reshape(()) != 0).to(device, non_blocking=True)
+
+
+def number_on(device: torch.device, value: float | Tensor) -> Tensor:
+    """Return ``value``, a number or a tensor of one element, as 0-dim float32 on ``device``. No host sync."""
+    if isinstance(value, Tensor):
+        return value.reshape(()).to(device, torch.float32, non_blocking=True)
+    return torch.full((), value, dtype=torch.float32, device=device)

@@ -21,6 +21,7 @@ from ampcompat.multi_tensor_apply.lists import (
     computing_dtype,
     flag_unless_finite,
     in_dtype,
+    number_on,
     parallel,
 )
 
@@ -100,7 +101,7 @@ def multi_tensor_unscale_l2norm(
     (tensors,) = parallel(tensor_lists, 1, "amp_C.multi_tensor_unscale_l2norm")
     if not tensors:
         return _norm_and_flag(noop_flag, tensors, per_tensor_python)
-    factor = inv_scale.reshape(()).to(tensors[0].device, non_blocking=True)
+    factor = number_on(tensors[0].device, inv_scale)
     wide = in_dtype(tensors, computing_dtype(tensors[0].device.type, *{tensor.dtype for tensor in tensors}))
     unscaled = _torch.foreach_mul(wide, factor.to(wide[0].dtype))
     return _norm_and_flag(noop_flag, list(unscaled), per_tensor_python)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -90,20 +91,38 @@ def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | Non
     return _rms_norm(input, normalized_shape, weight, eps, wide if weight is None else weight.dtype)
 
 
-class FusedLayerNormFunction:
-    """The ``autograd.Function`` behind apex's layer, for scripts that call :meth:`apply` themselves."""
+class NormFunction:
+    """What apex had as an ``autograd.Function`` behind each of its norms: scripts call :meth:`apply`.
+
+    Its gradient is that of torch's norm. Scripts read from the signature of ``forward`` whether there is
+    ``memory_efficient`` (Megatron-Core).
+    """
+
+    forward: ClassVar[Callable[..., Tensor]]
+
+    @classmethod
+    def apply(cls, *args: Any) -> Tensor:
+        """Return what ``forward`` does, whose ``ctx`` is left out."""
+        return cls.forward(None, *args)
+
+
+class FusedLayerNormFunction(NormFunction):
+    """The function behind a layer norm without affine parameters."""
 
     @staticmethod
-    def apply(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
-        """:func:`fused_layer_norm`."""
+    def forward(
+        ctx: object, input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+    ) -> Tensor:
+        """:func:`fused_layer_norm`; ``ctx`` is not used."""
         return fused_layer_norm(input, normalized_shape, eps, memory_efficient)
 
 
-class FusedLayerNormAffineFunction:
+class FusedLayerNormAffineFunction(NormFunction):
     """The same with weight and bias."""
 
     @staticmethod
-    def apply(
+    def forward(
+        ctx: object,
         input: Tensor,
         weight: Tensor,
         bias: Tensor,
@@ -111,25 +130,32 @@ class FusedLayerNormAffineFunction:
         eps: float = 1e-6,
         memory_efficient: bool = False,
     ) -> Tensor:
-        """:func:`fused_layer_norm_affine`."""
+        """:func:`fused_layer_norm_affine`; ``ctx`` is not used."""
         return fused_layer_norm_affine(input, weight, bias, normalized_shape, eps, memory_efficient)
 
 
-class FusedRMSNormFunction:
-    """The same of RMS norms."""
+class FusedRMSNormFunction(NormFunction):
+    """The function behind an RMS norm without a weight."""
 
     @staticmethod
-    def apply(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
-        """:func:`fused_rms_norm`."""
+    def forward(
+        ctx: object, input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+    ) -> Tensor:
+        """:func:`fused_rms_norm`; ``ctx`` is not used."""
         return fused_rms_norm(input, normalized_shape, eps, memory_efficient)
 
 
-class FusedRMSNormAffineFunction:
-    """The same of RMS norms with a weight."""
+class FusedRMSNormAffineFunction(NormFunction):
+    """The same with a weight."""
 
     @staticmethod
-    def apply(
-        input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+    def forward(
+        ctx: object,
+        input: Tensor,
+        weight: Tensor,
+        normalized_shape: Shape,
+        eps: float = 1e-6,
+        memory_efficient: bool = False,
     ) -> Tensor:
-        """:func:`fused_rms_norm_affine`."""
+        """:func:`fused_rms_norm_affine`; ``ctx`` is not used."""
         return fused_rms_norm_affine(input, weight, normalized_shape, eps, memory_efficient)

@@ -128,7 +128,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @cached_property
     def _dummy_overflow_buf(self) -> Tensor:
-        """A flag that is not set: int32, ``[1]``, on the device of the first param. Nothing reads it."""
+        """A flag for the functions of ``amp_C``, not set: int32, ``[1]``, on the device of the first param."""
         devices = (param.device for group in self.param_groups for param in group["params"])
         return torch.zeros(1, dtype=torch.int32, device=next(devices, torch.device("cpu")))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -130,6 +131,27 @@ class FusedAdam(FusedOptimizer):
         else:
             self._make_step(Scaling.of(*_torch.found_inf_and_scale(grad_scaler, self)))
         return loss
+
+    @cached_property
+    def param_groups_master(self) -> list[dict[str, list[Tensor]]]:
+        """Float32 copies of the params, a dict a group, for a ``step`` of a subclass's own (NeMo's Adam for Megatron).
+
+        They are made when they are first asked for. :meth:`step` does not use them: its masters are in the state. As in
+        apex, ``state_dict`` does not save them.
+
+        Raises:
+            AttributeError: ``master_weights`` is False.
+        """
+        if not self.master_weights:
+            raise AttributeError(
+                f"{type(self).__name__}.param_groups_master - only an optimizer with master_weights=True has masters -"
+                " pass it."
+            )
+        groups: list[dict[str, list[Tensor]]] = []
+        for group in self.param_groups:
+            masters = [param.detach().to(math_dtype(param.dtype), copy=True) for param in group["params"]]
+            groups.append({"params": masters})
+        return groups
 
     @property
     def _decoupled(self) -> bool:

@@ -311,6 +311,69 @@ def test_a_subclass_of_lamb(dtype):
     assert_close(ours, theirs, dtype)
 
 
+class NemosAdam(FusedAdam):
+    """NeMo, ``core/optim/megatron_fused_adam.py``: masters of the optimizer's, everything else on the device."""
+
+    def __init__(self, params, max_norm, **options):
+        super().__init__(params, capturable=True, master_weights=True, **options)
+        self.max_norm = max_norm
+
+    @torch.no_grad()
+    def step(self, found_inf):
+        for group, masters in zip(self.param_groups, self.param_groups_master, strict=True):
+            if "step" in group:
+                group["step"] += (self._dummy_overflow_buf != 1).to(torch.int)
+            else:
+                group["step"] = torch.tensor([1], dtype=torch.int)
+            self._dummy_overflow_buf.copy_(found_inf)
+            params = group["params"]
+            for p in params:
+                if not self.state[p]:
+                    self.state[p] = {name: torch.zeros_like(p.data).float() for name in ("exp_avg", "exp_avg_sq")}
+            grads = [p.grad.data for p in params]
+            one = torch.ones(1)
+            norm, _ = multi_tensor_applier(amp_C.multi_tensor_unscale_l2norm, flag(), [grads], one, False)
+            factor = torch.clamp(self.max_norm / (norm.squeeze() + 1.0e-6), max=1.0) * one
+            moments = [[self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq")]
+            multi_tensor_applier(
+                self.multi_tensor_adam_capturable_master,
+                self._dummy_overflow_buf,
+                [grads, [p.data for p in params], *moments, [master.data for master in masters["params"]]],
+                group["lr"],
+                *group["betas"],
+                group["eps"],
+                group["step"],
+                self.adam_w_mode,
+                1 if group["bias_correction"] else 0,
+                group["weight_decay"],
+                factor,
+            )
+
+
+@dtypes
+def test_nemos_adam(dtype):
+    """A float32 param has a master too. The first step does not overflow: NeMo counts it in any case."""
+    ours = make_params(dtype)
+    theirs = twin(ours)
+    first = NemosAdam(ours, max_norm=0.5, lr=0.05, weight_decay=0.1)
+    second = torch.optim.AdamW(theirs, lr=0.05, weight_decay=0.1)
+    for step, overflows in enumerate([False, False, True, False, False]):
+        for p, q, grad in zip(ours, theirs, make_grads(step, dtype), strict=True):
+            p.grad = grad * float("inf") if overflows else grad.clone()
+            q.grad = grad.float()
+        first.step(torch.full((), float(overflows)))
+        if not overflows:
+            torch.nn.utils.clip_grad_norm_(theirs, 0.5)
+            second.step()
+        if step == 2:
+            first.load_state_dict(copy.deepcopy(first.state_dict()))
+    masters = first.param_groups_master[0]["params"]
+    for master, q in zip(masters, theirs, strict=True):
+        torch.testing.assert_close(master, q.detach(), rtol=1e-4, atol=1e-5)  # the clipped gradients are half
+    for p, master in zip(ours, masters, strict=True):
+        assert torch.equal(p, master.to(dtype))
+
+
 # -- averages and norms ------------------------------------------------------------------------------------------------
 @dtypes
 def test_quartznets_average_of_a_state_dict(dtype):

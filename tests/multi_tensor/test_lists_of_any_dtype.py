@@ -264,6 +264,22 @@ class TestCapturable:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # the count is on the device, in float32
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    def test_the_step_uses_the_unscaled_gradients_before_they_are_rounded(self, dtype):
+        """A loss scale is there for gradients that half cannot hold without it."""
+        scale = 3.0 * 2.0**16
+        inverse = torch.tensor([1 / scale])
+        grads = [torch.tensor([1e-9, 3e-8, 0.1]).mul(scale).to(dtype)]
+        unscaled = [grad.float() / scale for grad in grads]
+        params, m, v = ([torch.full((3,), value)] for value in (1.0, 0.0, 0.0))
+        plain = [unscaled, *cloned([params, m, v])]
+        lists = [grads, params, m, v]
+        multi_tensor_applier(amp_C.multi_tensor_adam_capturable, flag(), lists, *capturable(), inverse)
+        multi_tensor_applier(amp_C.multi_tensor_adam_capturable, flag(), plain, *capturable(), torch.ones(1))
+        for ours, theirs in zip([params, m, v], plain[1:], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)  # 1 / scale is rounded to float32
+        assert equal([grads], [[unscaled[0].to(dtype)]])
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
     def test_masters_are_stepped_and_rounded(self, dtype):
         grads, masters, m, v = lists_of(4)
         halves = [p.to(dtype) for p in masters]

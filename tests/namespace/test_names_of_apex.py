@@ -29,14 +29,18 @@ NAMES = {
     "apex.mlp.MlpFunction.forward": "ctx bias activation *args",
     "apex.mlp.mlp.mlp_function": "bias activation *args",
     "apex.mlp.mlp_function": "bias activation *args",
-    "apex.normalization.fused_layer_norm.FusedLayerNormAffineFunction.apply": (
-        "input weight bias normalized_shape eps memory_efficient"
+    "apex.normalization.fused_layer_norm.FusedLayerNormAffineFunction.forward": (
+        "ctx input weight bias normalized_shape eps memory_efficient"
     ),
-    "apex.normalization.fused_layer_norm.FusedLayerNormFunction.apply": "input normalized_shape eps memory_efficient",
-    "apex.normalization.fused_layer_norm.FusedRMSNormAffineFunction.apply": (
-        "input weight normalized_shape eps memory_efficient"
+    "apex.normalization.fused_layer_norm.FusedLayerNormFunction.forward": (
+        "ctx input normalized_shape eps memory_efficient"
     ),
-    "apex.normalization.fused_layer_norm.FusedRMSNormFunction.apply": "input normalized_shape eps memory_efficient",
+    "apex.normalization.fused_layer_norm.FusedRMSNormAffineFunction.forward": (
+        "ctx input weight normalized_shape eps memory_efficient"
+    ),
+    "apex.normalization.fused_layer_norm.FusedRMSNormFunction.forward": (
+        "ctx input normalized_shape eps memory_efficient"
+    ),
     "apex.parallel.distributed.flatten": "bucket",
     "apex.parallel.distributed.unflatten": "coalesced bucket",
     # methods

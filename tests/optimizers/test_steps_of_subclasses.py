@@ -99,3 +99,15 @@ def test_adam_takes_a_grad_scaler(unscale, capturable):
 def test_adams_step_refuses_other_keywords():
     with pytest.raises(TypeError, match="unexpected keyword argument 'scaler'"):
         FusedAdam(make_params()).step(scaler=None)
+
+
+def test_masters_for_a_step_of_its_own():
+    params = [*make_params(torch.float16), torch.nn.Parameter(torch.ones(2))]
+    optimizer = FusedAdam(params, master_weights=True)
+    masters = optimizer.param_groups_master
+    assert optimizer.param_groups_master is masters
+    for p, master in zip(params, masters[0]["params"], strict=True):
+        assert torch.equal(p.detach().float(), master)
+        assert (master.dtype, master.requires_grad) == (torch.float32, False)
+        assert master.data_ptr() != p.data_ptr()
+    assert not hasattr(FusedAdam(params), "param_groups_master"), "as in apex"
