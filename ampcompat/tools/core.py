@@ -43,7 +43,8 @@ from ampcompat.amp.scaling.scaler import LossScaler as LossScaler
 
 __all__ = ["HALF_DTYPES", "LEVELS", "Args", "CastsOff", "Kwargs", "LatestCall", "LossScaler"]
 __all__ += ["Master", "ModelPolicy", "Numbers", "Optimizer", "ParamGroup", "SkipFlag"]
-__all__ += ["add_hint", "at_reset", "boundary_of", "casts_hold_on", "first_scaler", "in_autocast_region"]
+__all__ += ["add_hint", "at_reset", "boundary_of", "casts_hold_on", "count_of_scalers"]
+__all__ += ["has_old_gradients", "in_autocast_region", "overflowed_scalers"]
 __all__ += ["in_disable_casts", "is_replica", "latest_call", "live_models", "map_tree", "master_of"]
 __all__ += ["masters_of", "notify", "numbers_of", "observers", "observing", "policy_of"]
 __all__ += ["rank", "reason_in_frame", "reset", "say", "steps_of_call", "tensors_in"]
@@ -106,10 +107,21 @@ def numbers_of(scaler: LossScaler) -> Numbers:
     return _torch.HostCopy([scale, passes.to(scale.dtype)])
 
 
-def first_scaler(optimizer: Optimizer) -> LossScaler:
-    """The scaler of the first loss of the call that owns ``optimizer``."""
-    scaler: LossScaler = optimizer._amp_stash.session.scalers[0]
-    return scaler
+def overflowed_scalers(optimizer: Optimizer) -> list[LossScaler]:
+    """In ``on_step``: the scalers of the losses whose overflow skipped the step. A host sync for each flag."""
+    flags = optimizer._amp_stash.overflows
+    return list(dict.fromkeys(scaler for scaler, flag in flags if scaler is not None and bool(flag.item())))
+
+
+def has_old_gradients(optimizer: Optimizer) -> bool:
+    """In ``on_step``: whether an earlier overflow may have left gradients that the step looked at itself."""
+    is_suspect: bool = optimizer._amp_stash.suspect
+    return is_suspect
+
+
+def count_of_scalers(optimizer: Optimizer) -> int:
+    """How many losses, each with a scaler, the call of ``initialize`` that owns ``optimizer`` has."""
+    return len(optimizer._amp_stash.session.scalers)
 
 
 def steps_of_call(optimizer: Optimizer) -> int:

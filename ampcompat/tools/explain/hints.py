@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ampcompat.tools.core import HALF_DTYPES, LEVELS
+from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.probe import ARGUMENT, Event, Made
 from ampcompat.tools.tensors import LARGEST, LEAST
@@ -38,7 +39,7 @@ class Setting:
         casts_weights: Whether weights are half.
         scale: The loss scale of the backward pass.
         dynamic: Whether an overflow brings it down.
-        made: Whether steps were made, all of which left finite weights.
+        origin: Where a parameter that is not finite may come from, in words.
         growth: The weight that the last steps made many times larger, if any.
     """
 
@@ -47,7 +48,7 @@ class Setting:
     casts_weights: bool
     scale: float
     dynamic: bool = True
-    made: bool = False
+    origin: str = ""
     growth: Grown | None = None
 
 
@@ -56,7 +57,7 @@ def hints(event: Event, setting: Setting) -> list[str]:
     if event.op in _OF_GIVEN:
         return [_OF_GIVEN[event.op]]
     if event.op == "parameter":
-        return [_of_parameter(setting)]
+        return _of_parameter(event, setting)
     cures = _cures(event, setting)
     if setting.growth is None:
         return cures
@@ -68,10 +69,14 @@ def has_stable_form(event: Event) -> bool:
     return event.is_undefined and _stable_form(event) is not None
 
 
-def _of_parameter(setting: Setting) -> str:
-    if setting.made:
-        return "no step is known to have written it: look at what else writes weights, such as load_state_dict"
-    return "no step was made yet: look at how the model is initialized, or at the checkpoint it came from"
+def _of_parameter(event: Event, setting: Setting) -> list[str]:
+    if event.value is None or not event.out_of_range:
+        return [setting.origin]
+    larger = (
+        f"its float32 master is finite and reaches {event.value:.6g}: the cast to {dtype_name(event.dtype)} lost it"
+    )
+    module = event.place.module.rpartition(".")[0] if event.place.module else ""
+    return [larger, *(_keep_fp32(module) if module else []), BFLOAT16]
 
 
 def _cures(event: Event, setting: Setting) -> list[str]:
@@ -156,7 +161,11 @@ def _op_in_float32(event: Event, setting: Setting) -> list[str]:
     if is_cast_function:
         return [f"amp.register_float_function(torch, '{function}') before amp.initialize"]
     if _is_of_script(event) and setting.half:
-        return [f"compute it in float32: .float() on what goes into {function or event.op}"]
+        wide = f"compute it in float32: .float() on what goes into {function or event.op}"
+        if setting.casts_weights:  # a layer with half weights takes half alone
+            short = ".half()" if setting.half == "float16" else ".bfloat16()"
+            wide += f", and {short} on what comes of it, once that is small again, before a layer takes it"
+        return [wide]
     return []
 
 
@@ -165,7 +174,11 @@ def _module_in_float32(event: Event, setting: Setting) -> list[str]:
     if module and setting.casts_weights and not event.backward:
         # At the boundary the result becomes half again: what consumes it must be inside.
         module = module.rpartition(".")[0]
-    return [f"amp.initialize(..., keep_fp32=['{module}'])   or   AMPCOMPAT_KEEP_FP32={module}"] if module else []
+    return _keep_fp32(module) if module else []
+
+
+def _keep_fp32(module: str) -> list[str]:
+    return [f"amp.initialize(..., keep_fp32=['{module}'])   or   AMPCOMPAT_KEEP_FP32={module}"]
 
 
 def _is_of_script(event: Event) -> bool:
