@@ -153,7 +153,7 @@ class Tally:
         elif self._lost:
             said = f"{self._counts()}; {self._causes()}"
         elif self._explained:
-            said = f"{self._counts()}; what was explained is {' and '.join(self._explained.values())}"
+            said = f"{self._counts()}; a batch was lost to {' and to '.join(self._explained.values())}"
         else:
             said = self._counts()
         return f"{said}." if self.underflow is None else f"{said}, but {self.underflow}."
