@@ -124,7 +124,6 @@ def test_a_script_may_be_named_json(ran, monkeypatch, tmp_path):
         (["run", "--report=.", "train.py"], "--report='.' - it is a folder - name a file that can be written"),
         (["run", "--explain=jsno", "train.py"], "it takes a number of faults, first or json"),
         (["run", "--explain=json,ranges", "train.py"], "it takes a number of faults, first or json"),
-        (["run", "--receipt=r.html", "train.py"], "--receipt - there is no such option any more - use --report"),
         ([], "the following arguments are required: COMMAND"),
     ],
 )

@@ -19,6 +19,8 @@ _DIVISIONS = ("div", "div_", "reciprocal", "rsqrt", "pow", "true_divide")
 _FUNCTIONS = ("matmul", "bmm", "mm", "baddbmm", "einsum", "exp", "pow", "sum", "mean", "norm", "cumsum", "square")
 _MASKS = ("mul", "mul_", "add", "sub", "rsub", "masked_fill", "masked_fill_", "full", "fill_", "where", "_to_copy")
 _MULTIPLICATIONS = ("mul", "mul_", "div", "div_", "add", "add_", "addmm", "baddbmm")
+#: Nodes of functions whose gradient is infinite at the ends of their range.
+_ENDS = ("Acos", "Asin", "Atanh", "Acosh")
 #: Hints at what came into a forward, or an op, from outside.
 _OF_GIVEN = {
     "input": "look at the data loader, or at what else computes it; skip or clean such batches",
@@ -235,12 +237,15 @@ def _undefined_cure(event: Event) -> str:
     node = event.node
     if event.backward and (node.startswith(("Sqrt", "LinalgVectorNorm", "Norm", "Pow")) or "norm" in function):
         return f"the gradient of {function or 'this'} at 0 is not finite: add an eps inside, as in (x + 1e-6).sqrt()"
+    if event.backward and node.startswith(_ENDS):
+        return f"the gradient of {function} at the end of its range is not finite: clamp its input a little inside"
     if _is_logarithm(event):
         wide = ".float()" if event.dtype in HALF_DTYPES else ""
         of_zero = f"F.log_softmax(x) if it is of a softmax, or log(x{wide}.clamp_min(1e-6))"
         return _stable_form(event) or f"the logarithm of 0 (or of less): {of_zero}"
     if event.op in _DIVISIONS:
-        count = f" ({event.denominators} zeros)" if event.denominators else ""
+        zeros = event.denominators
+        count = f" ({zeros} zero{'s' if zeros > 1 else ''})" if zeros else ""
         return f"a division by zero{count}: add an eps to the denominator, or F.normalize(x, eps=1e-6)"
     if event.op in ("sqrt", "rsqrt"):
         return "the root of a negative number: clamp it at 0 before"

@@ -183,7 +183,7 @@ class OverflowExplainer:
             self.tally.scale = f"{name}came down to {scale:g}"
         if steps.lost_to is not None:
             return  # for its loss
-        step = self._name_of_step(steps.seen, optimizer).capitalize()
+        step = self._name_of_step(steps.seen, optimizer)
         if not overflowed and has_old_gradients(optimizer):
             self._tell_of_old_gradients(optimizer, steps, step)
             return
@@ -192,7 +192,7 @@ class OverflowExplainer:
             why = f", as {steps.back_off}: gradients overflow although the scale {name}is {scale:g}."
         else:
             why = ": a gradient is not finite."
-        self._look_into([optimizer], self._of(optimizer), scaler, f"{step} was skipped{why}", is_fault=persists)
+        self._look_into([optimizer], self._of(optimizer), scaler, f"S{step[1:]} was skipped{why}", is_fault=persists)
 
     def _look_at_made_step(self, optimizer: Optimizer, steps: Steps) -> None:
         """Tell of weights that are not finite and that the step has written, and at the first step of its numbers."""
@@ -220,7 +220,7 @@ class OverflowExplainer:
             hints=["call optimizer.zero_grad() after a skipped step too, before the next block"],
         )
         steps.lost_to = fault.key
-        self._tell(fault, f"{step} was skipped, though its own gradients did not overflow.", steps.seen)
+        self._tell(fault, f"S{step[1:]} was skipped, though its own gradients did not overflow.", steps.seen)
 
     # -- the optimizers of a block -----------------------------------------------------------------------------------
     def _steps_of(self, optimizer: Optimizer) -> Steps:

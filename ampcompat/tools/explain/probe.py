@@ -316,6 +316,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             not_finite=count_not_finite(unknown),
             elements=unknown.numel(),
             given=call.describe(unknown, place.function),
+            rows=_rows(unknown),
         )
         self._born(unknown, event)
         return event

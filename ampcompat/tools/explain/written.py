@@ -112,12 +112,27 @@ def _blame(found: Written) -> Written:
         found.hints.insert(
             0, "look at what writes gradients outside scale_loss, such as clipping by a norm of 0 or inf"
         )
+    options = optimizer.param_groups[found.group]
+    if not found.why and _is_small_update(param, options):
+        found.at_any_rate = True
+        size = largest(param.grad) if param.grad is not None else 0.0
+        found.why.append(f"not known: its gradient is finite (largest {size:.3g}), and its {_rate(options)} is usual")
+        found.hints.append("look at what else writes weights or gradients between scale_loss and the step")
     if not found.why:
-        found.why.append(_update(param, optimizer.param_groups[found.group]))
+        found.why.append(_update(param, options))
     if not found.hints:
         masters = [MASTERS] if param.dtype in HALF_DTYPES else []
         found.hints = [*masters, "a lower learning rate, or clipped gradients"]
     return found
+
+
+def _is_small_update(param: torch.Tensor, options: ParamGroup) -> bool:
+    """Whether no step of a usual rule makes a float32 weight infinite from such a gradient."""
+    rate = options.get("lr")
+    if param.dtype in HALF_DTYPES or not isinstance(rate, float):
+        return False
+    size = largest(param.grad) if param.grad is not None and not param.grad.is_sparse else 0.0
+    return rate * max(size, 1.0) < LARGEST
 
 
 def _update(param: torch.Tensor, options: ParamGroup) -> str:

@@ -339,6 +339,12 @@ FAULTS = {
         model=lambda: Layer(lambda y: y.float().pow(2).sum(-1).sqrt(), weight=0.0),
         loss=lambda y: y.mean(),
     ),
+    "a gradient at the end of a range": Fault(
+        {"pass": "backward", "hint": "the gradient of acos at the end of its range is not finite: clamp its input"},
+        r"^40 of 40 steps were skipped; the cause is .*\(the backward of acos\)\.$",
+        model=lambda: Layer(lambda y: torch.acos(F.normalize(y[:, :1], dim=-1).float())),
+        loss=lambda y: y.mean(),
+    ),
     "a function with a wrong backward": Fault(
         {"line": "return grad / (x - x)", "what": "WrongBackward (aten::div)"},
         r"^40 of 40 steps were skipped; the cause is .*\(the backward of WrongBackward\)\.$",
@@ -406,6 +412,18 @@ FAULTS = {
         r"the cause is step 31 of SGD, which left fc.weight not finite\.$",
         between=lambda optimizer, step: [
             p.grad.div_(0 if step == 31 else 1) for p in amp.master_params(optimizer) if p.grad is not None
+        ],
+    ),
+    "weights that the script spoils before a step": Fault(
+        {
+            "head": "Step 31 of SGD left a weight that is not finite.",
+            "why": "not known: its gradient is finite",
+            "hint": "look at what else writes weights or gradients between scale_loss and the step",
+        },
+        r"; the cause is step 31 of SGD, which left fc.weight not finite\.$",
+        level="O2",
+        between=lambda optimizer, step: [
+            p.data.fill_(float("inf")) for p in amp.master_params(optimizer) if step == 31
         ],
     ),
     "a checkpoint that is not finite": Fault(
