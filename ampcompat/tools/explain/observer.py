@@ -295,7 +295,9 @@ class OverflowExplainer:
                 return
         if is_fault or any(finding.entered for finding in findings):
             self.loss_watch.arm()
-        message = unknown_message(head, findings, self._number(optimizers), backward=backward, is_watched=is_fault)
+        message = unknown_message(
+            head, findings, self._number(optimizers), scaler, backward=backward, is_watched=is_fault
+        )
         self._tell_of_unknown(message, optimizers, is_fault, counts=not findings and self.stop)
 
     def _lose_to(
@@ -308,10 +310,13 @@ class OverflowExplainer:
         is_fault: bool = True,
     ) -> None:
         """Note that the step of ``optimizers`` is lost to ``event``, and tell it."""
-        fault = op_fault(event, finding, scaler, self._origin(event, finding), self._growth())
         if event.op == "parameter" and self.lost_by is not None:
-            fault.key = self.lost_by  # that step was told, or the fault that came before it
-        fault = self._with_origin(fault)
+            for one in optimizers:
+                self._steps_of(one).lost_to = self.lost_by  # that step was told, or the fault that came before it
+            self._look_at_one_less()
+            return
+        origin = self._origin(event, finding)
+        fault = self._with_origin(op_fault(event, finding, scaler, origin, self._growth()))
         for one in optimizers:
             self._steps_of(one).lost_to = fault.key
         if event.depends_on_scale and not is_fault and not self.tally.is_explained(fault.key):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ampcompat.tools.core import LossScaler
 from ampcompat.tools.explain.messages import Message
 from ampcompat.tools.explain.replay import Finding
 
@@ -17,7 +18,13 @@ _NOT_RUN_AGAIN = (
 
 
 def unknown_message(
-    head: str, findings: Sequence[Finding], step: int, *, backward: bool = True, is_watched: bool = True
+    head: str,
+    findings: Sequence[Finding],
+    step: int,
+    scaler: LossScaler,
+    *,
+    backward: bool = True,
+    is_watched: bool = True,
 ) -> Message:
     """Say what the forwards that were run again have shown: none of them is known to be the cause.
 
@@ -25,6 +32,7 @@ def unknown_message(
         head: What was lost.
         findings: Of the replays.
         step: The number of the step.
+        scaler: The loss scaler.
         backward: Whether their backward passes were run again too.
         is_watched: Whether the code between the models and ``scale_loss`` is watched from now on.
     """
@@ -32,6 +40,8 @@ def unknown_message(
         return Message("unknown", f"{head} {_NOT_RUN_AGAIN}", content={"step": step, "run_again": False})
     if any(finding.entered for finding in findings):
         known = "The gradient that came into the model was not finite already: the code after the model made it."
+        if not scaler.dynamic and not scaler.is_one:
+            known += f" The loss scale of {scaler.loss_scale():g} may be too high for it: a lower one shows."
     elif any(finding.has_moved for finding in findings):
         known = (
             "The models were run again and stayed finite, but their weights were written since: they may be the cause."

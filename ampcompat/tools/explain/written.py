@@ -96,14 +96,15 @@ def first_written(optimizer: Optimizer) -> Written | None:
 def _blame(found: Written) -> Written:
     """Add why a step may have written the weight as it is."""
     optimizer, param = found.optimizer, found.param
-    lost = ~torch.isfinite(param.detach())
+    options = optimizer.param_groups[found.group]
+    zeros = _zeros(optimizer, param, ~torch.isfinite(param.detach()))
     for name, tensor in state_of(optimizer, param):
         if not is_finite(tensor):
             found.why.append(f"its {name} is not finite")
     for number in not_representable(optimizer):
         if number.group == found.group and number.dtype == dtype_name(param.dtype) and number.name == "eps":
             found.at_any_rate = True
-            found.why.append(f"{number.text}{_zeros(optimizer, param, lost)}")
+            found.why.append(f"{number.text}{zeros}")
             found.hints += number.hints
     grad = param.grad
     if grad is not None and not grad.is_sparse and not is_finite(grad):
@@ -112,7 +113,10 @@ def _blame(found: Written) -> Written:
         found.hints.insert(
             0, "look at what writes gradients outside scale_loss, such as clipping by a norm of 0 or inf"
         )
-    options = optimizer.param_groups[found.group]
+    if not found.why and zeros and options.get("eps") == 0:
+        found.at_any_rate = True
+        found.why.append(f"eps=0{zeros}")
+        found.hints.append(f"pass eps=1e-8 to {optimizer_name(optimizer)}")
     if not found.why and _is_small_update(param, options):
         found.at_any_rate = True
         size = largest(param.grad) if param.grad is not None else 0.0

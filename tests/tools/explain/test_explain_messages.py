@@ -10,6 +10,7 @@ from torch import nn
 
 from ampcompat import amp
 from ampcompat.amp.observers import observers
+from ampcompat.amp.scaler import LossScaler
 from ampcompat.tools.explain import explain_as, explain_as_asked, unknown
 from ampcompat.tools.explain.observer import OverflowExplainer
 from ampcompat.tools.explain.replay import Finding
@@ -94,7 +95,7 @@ def test_other_ranks_tell_the_faults_of_their_own_batches(capsys, monkeypatch):
 
 def test_an_unexplained_skip_may_come_from_another_rank(monkeypatch):
     monkeypatch.setattr(unknown, "has_other_ranks", lambda: True)
-    head = unknown.unknown_message("Step 1 was skipped.", [Finding(None, "Net")], 1).head
+    head = unknown.unknown_message("Step 1 was skipped.", [Finding(None, "Net")], 1, LossScaler("dynamic")).head
     assert "it may be the code outside of them, or another rank, whose gradients are added." in head
 
 

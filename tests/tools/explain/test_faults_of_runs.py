@@ -356,6 +356,14 @@ FAULTS = {
         level="O2",
         options={"loss_scale": 2.0**24},
     ),
+    "a static scale that is too high for the half output of a model": Fault(
+        {
+            "head": "A gradient of step 1 is not finite. The gradient that came into the model was not finite already:"
+            " the code after the model made it. The loss scale of 1.07374e+09 may be too high for it",
+        },
+        r"^40 of 40 steps had a loss, a gradient or a weight that is not finite; the cause was not found\.$",
+        options={"loss_scale": 2.0**30},
+    ),
     # -- weights that grow ---------------------------------------------------------------------------------------------
     "weights that grow from next to nothing to a usual size": Fault(
         {"what": "aten::log gave a result that is not finite", "hint": "F.logsigmoid(x) in place of log(sigmoid(x))"},
@@ -402,6 +410,12 @@ FAULTS = {
         level="O3",
         loss=lambda y: y[:, :3].float().sum(),
         optimizer=adam,
+    ),
+    "an eps of 0": Fault(
+        {"why": "eps=0, and exp_avg_sq is 0 in 40 of these 40: a division by zero", "hint": "pass eps=1e-8 to Adam"},
+        r"; the cause is step 1 of Adam, which left fc.weight not finite\.$",
+        loss=lambda y: y[:, :3].float().mean(),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3, eps=0.0),
     ),
     "gradients that the script spoils": Fault(
         {
