@@ -75,7 +75,6 @@ def test_the_help_of_a_command_begins_with_a_sentence(capsys, command):
         ("-m package.train", "run -m package.train"),
         ("--opt-level=O2 train.py", "run --opt-level=O2 train.py"),
         ("explain train.py --lr 1", "run --explain train.py --lr 1"),
-        ("receipt train.py", "run --report train.py"),
         ("report", "run --report"),
     ],
 )
