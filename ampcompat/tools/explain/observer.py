@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -41,6 +42,25 @@ from ampcompat.tools.tensors import is_finite
 MOST_FORWARDS, OLDEST = 16, 3
 #: Lost steps that are looked at; a run that loses more knows enough.
 MOST_LOST = 100
+
+
+@dataclass(frozen=True)
+class LostStep:
+    """A step that is lost, or is going to be.
+
+    Attributes:
+        head: What was seen, as in "The loss of step 3 is nan.".
+        number: Its number.
+        optimizers: Whose step it is.
+        scaler: Of the loss whose block was lost.
+        is_fault: Whether it is known to be no ordinary back-off of the loss scale.
+    """
+
+    head: str
+    number: int
+    optimizers: Sequence[Optimizer]
+    scaler: LossScaler
+    is_fault: bool = True
 
 
 class OverflowExplainer:
@@ -127,11 +147,12 @@ class OverflowExplainer:
             self._steps_of(one).begin_block(one, scaler)
         if not is_lost or self._is_lost(optimizers):
             return
-        head = f"The loss of {self._next_step(optimizers)} is {_number_in(loss)}."
+        number, name = self._next_step(optimizers)
+        lost = LostStep(f"The loss of {name} is {_number_in(loss)}.", number, optimizers, scaler)
         if event is not None:
-            self._lose_to_loss_code(event, scaler, optimizers, head)
+            self._lose_to_loss_code(lost, event)
         else:
-            self._look_into(optimizers, self._of_loss(optimizers), scaler, head, backward=False)
+            self._look_into(lost, self._of_loss(optimizers), backward=False)
 
     def on_gradients(self, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
         """Look at the gradients too at static scales: one host sync a block."""
@@ -139,12 +160,13 @@ class OverflowExplainer:
         event = self.loss_watch.look_at_gradients(self.forwards)
         if self._is_lost(optimizers):
             return  # for its loss
-        head = f"A gradient of {self._next_step(optimizers)} is not finite."
+        number, name = self._next_step(optimizers)
+        lost = LostStep(f"A gradient of {name} is not finite.", number, optimizers, scaler)
         if event is not None:
             if not event.depends_on_scale or self._persists(scaler, optimizers):
-                self._lose_to_loss_code(event, scaler, optimizers, head)
+                self._lose_to_loss_code(lost, event)
         elif not scaler.dynamic and not _finite_gradients(optimizers):
-            self._look_into(optimizers, self._of(optimizers[0]), scaler, head)
+            self._look_into(lost, self._of(optimizers[0]))
 
     def on_failure(self, error: Exception) -> None:
         """Leave no frame of the probe in the traceback, and no probe in the run."""
@@ -192,7 +214,8 @@ class OverflowExplainer:
             why = f", as {steps.back_off}: gradients overflow although the scale {name}is {scale:g}."
         else:
             why = ": a gradient is not finite."
-        self._look_into([optimizer], self._of(optimizer), scaler, f"S{step[1:]} was skipped{why}", is_fault=persists)
+        lost = LostStep(f"S{step[1:]} was skipped{why}", steps.seen, [optimizer], scaler, persists)
+        self._look_into(lost, self._of(optimizer))
 
     def _look_at_made_step(self, optimizer: Optimizer, steps: Steps) -> None:
         """Tell of weights that are not finite and that the step has written, and at the first step of its numbers."""
@@ -200,12 +223,12 @@ class OverflowExplainer:
         written, self.tally.underflow = steps.after(optimizer)
         if is_first:
             for number in not_representable(optimizer):
-                if written is None or number.text not in " ".join(written.why):
+                if written is None or number not in written.numbers:
                     head = f"{number.optimizer} has a number that the dtype of its parameters does not hold."
                     number.fault.message(head, steps.seen).emit(self.json)
         if written is not None:
             growth = None if written.at_any_rate else steps.history.growth(optimizer)
-            fault = self._with_origin(written.fault(steps.seen, growth))
+            fault = self._after_too_large(written.fault(steps.seen, growth))
             steps.lost_to = self.lost_by = fault.key
             self._tell(fault, f"Step {steps.seen} of {written.head}", steps.seen)
         if not steps.is_watched and self.lost_by is None:
@@ -236,12 +259,10 @@ class OverflowExplainer:
         scale = _scale_of(scaler)
         return not scaler.dynamic or any(self._steps_of(one).back_off.is_fault(scale) for one in optimizers)
 
-    def _number(self, optimizers: Sequence[Optimizer]) -> int:
-        """The number of the step to come."""
-        return max([self._steps_of(one).seen for one in optimizers], default=0) + 1
-
-    def _next_step(self, optimizers: Sequence[Optimizer]) -> str:
-        return self._name_of_step(self._number(optimizers), optimizers[0] if optimizers else None)
+    def _next_step(self, optimizers: Sequence[Optimizer]) -> tuple[int, str]:
+        """The number of the step to come, and its name."""
+        number = max([self._steps_of(one).seen for one in optimizers], default=0) + 1
+        return number, self._name_of_step(number, optimizers[0] if optimizers else None)
 
     def _name_of_step(self, number: int, optimizer: Optimizer | None) -> str:
         """As in "step 31"; with the optimizer, where there are several."""
@@ -270,70 +291,55 @@ class OverflowExplainer:
         self.forwards = deque(kept, MOST_FORWARDS)
 
     # -- looking into a lost step ------------------------------------------------------------------------------------
-    def _look_into(
-        self,
-        optimizers: Sequence[Optimizer],
-        forwards: list[Forward],
-        scaler: LossScaler,
-        head: str,
-        *,
-        backward: bool = True,
-        is_fault: bool = True,
-    ) -> None:
-        """Run ``forwards`` again and tell what lost the step of ``optimizers``; hold it back if it may be ordinary."""
+    def _look_into(self, lost: LostStep, forwards: list[Forward], *, backward: bool = True) -> None:
+        """Run ``forwards`` again and tell what lost the step; hold it back if it may be ordinary."""
         findings = []
         for forward, model in _repeatable(forwards):
             try:
                 finding = replay(forward, model, backward)
             except Exception as problem:  # the run that is observed must go on whatever happens here
                 told = f"the batch could not be run again: {type(problem).__name__}: {problem}"
-                self._tell_of_unknown(Message("note", told), optimizers, is_fault, counts=True)
+                self._tell_of_unknown(lost, Message("note", told), counts=True)
                 return
             findings.append(finding)
             if finding.event is not None:
-                self._lose_to(finding.event, finding, forward.scaler or scaler, optimizers, head, is_fault)
+                self._lose_to(replace(lost, scaler=forward.scaler or lost.scaler), finding.event, finding)
                 return
-        if is_fault or any(finding.entered for finding in findings):
+        if lost.is_fault or any(finding.entered for finding in findings):
             self.loss_watch.arm()
         message = unknown_message(
-            head, findings, self._number(optimizers), scaler, backward=backward, is_watched=is_fault
+            lost.head, findings, lost.number, lost.scaler, backward=backward, is_watched=lost.is_fault
         )
-        self._tell_of_unknown(message, optimizers, is_fault, counts=not findings and self.stop)
+        self._tell_of_unknown(lost, message, counts=not findings and self.stop)
 
-    def _lose_to(
-        self,
-        event: Event,
-        finding: Finding,
-        scaler: LossScaler,
-        optimizers: Sequence[Optimizer],
-        head: str,
-        is_fault: bool = True,
-    ) -> None:
-        """Note that the step of ``optimizers`` is lost to ``event``, and tell it."""
+    def _lose_to(self, lost: LostStep, event: Event, finding: Finding) -> None:
+        """Note that the step is lost to ``event``, and tell it."""
         if event.op == "parameter" and self.lost_by is not None:
-            for one in optimizers:
-                self._steps_of(one).lost_to = self.lost_by  # that step was told, or the fault that came before it
+            self._note_lost(lost, self.lost_by)  # that step was told, or the fault that came before it
             self._look_at_one_less()
             return
         origin = self._origin(event, finding)
-        fault = self._with_origin(op_fault(event, finding, scaler, origin, self._growth()))
-        for one in optimizers:
-            self._steps_of(one).lost_to = fault.key
-        if event.depends_on_scale and not is_fault and not self.tally.is_explained(fault.key):
-            self.tally.hold(fault.message(head, self._number(optimizers)), fault.key, fault.cause)
+        fault = self._after_too_large(op_fault(event, finding, lost.scaler, origin, self._growth()))
+        self._note_lost(lost, fault.key)
+        if event.depends_on_scale and not lost.is_fault and not self.tally.is_explained(fault.key):
+            self.tally.hold(fault.message(lost.head, lost.number), fault.key, fault.cause)
             self._look_at_one_less()
             return
         if event.op == "parameter":
             self.lost_by = fault.key
-        if fault.growth is None and is_too_large_unscaled(event, scaler):
+        if fault.growth is None and is_too_large_unscaled(event, lost.scaler):
             self.too_large = fault
-        self._tell(fault, head, self._number(optimizers))
+        self._tell(fault, lost.head, lost.number)
 
-    def _lose_to_loss_code(self, event: Event, scaler: LossScaler, optimizers: Sequence[Optimizer], head: str) -> None:
+    def _lose_to_loss_code(self, lost: LostStep, event: Event) -> None:
         """Tell what the code between a model and ``scale_loss`` did, as the watch there has seen it."""
-        finding = Finding(event, "")
-        self._lose_to(event, finding, scaler, optimizers, head)
-        self.tally.rename(UNKNOWN, self._steps_of(optimizers[0]).lost_to)
+        self._lose_to(lost, event, Finding(event, ""))
+        if lost.optimizers:
+            self.tally.rename(UNKNOWN, self._steps_of(lost.optimizers[0]).lost_to)
+
+    def _note_lost(self, lost: LostStep, key: object) -> None:
+        for one in lost.optimizers:
+            self._steps_of(one).lost_to = key
 
     def _origin(self, event: Event, finding: Finding) -> str:
         """Where a parameter that is not finite may come from."""
@@ -353,7 +359,7 @@ class OverflowExplainer:
         found = [steps.history.growth(optimizer) for optimizer, steps in self.steps.items()]
         return max((one for one in found if one is not None), key=lambda one: one.times, default=None)
 
-    def _with_origin(self, fault: Fault) -> Fault:
+    def _after_too_large(self, fault: Fault) -> Fault:
         """``fault``; where a weight grew after gradients were told to be too large at any scale, as that fault."""
         is_of_growth = fault.growth is not None and fault.cause == fault.growth.cause
         if is_of_growth and self.too_large is not None:
@@ -370,12 +376,10 @@ class OverflowExplainer:
         fault.message(head, step).emit(self.json)
         self._count()
 
-    def _tell_of_unknown(self, message: Message, optimizers: Sequence[Optimizer], is_fault: bool, counts: bool) -> None:
+    def _tell_of_unknown(self, lost: LostStep, message: Message, counts: bool) -> None:
         """Tell that the cause was not found, once; or what was held back, if it is known to be no back-off now."""
-        is_first = not any(self._steps_of(one).lost_to == UNKNOWN for one in optimizers)
-        for one in optimizers:
-            self._steps_of(one).lost_to = UNKNOWN
-        if not is_fault:
+        self._note_lost(lost, UNKNOWN)
+        if not lost.is_fault:
             if self.tally.held is None:
                 self.tally.hold(message, UNKNOWN, "")
             self._look_at_one_less()
@@ -385,11 +389,11 @@ class OverflowExplainer:
             held.emit(self.json)
             self._count()
             return
-        if is_first and not self.tally.has_told_unknown:
+        if self.tally.has_told_unknown:
+            self._look_at_one_less()
+        else:
             self.tally.has_told_unknown = True
             message.emit(self.json)
-        else:
-            self._look_at_one_less()
         if counts:
             self._count()
 

@@ -13,7 +13,7 @@ from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.growth import Grown, name_of
 from ampcompat.tools.explain.hints import BFLOAT16
-from ampcompat.tools.explain.numbers import MASTERS, not_representable, optimizer_name
+from ampcompat.tools.explain.numbers import MASTERS, Number, not_representable, optimizer_name
 from ampcompat.tools.tensors import LARGEST, count_not_finite, is_finite, largest, readable
 
 
@@ -29,6 +29,7 @@ class Written:
         state: Name of that state; "" for the weight.
         why: Causes that were found, the likeliest first.
         hints: What to do, the likeliest first.
+        numbers: Those among the causes that the parameters' dtype does not hold.
         at_any_rate: Whether a lower learning rate would not help: a division by zero, or such a gradient.
     """
 
@@ -39,6 +40,7 @@ class Written:
     state: str = ""
     why: list[str] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
+    numbers: list[Number] = field(default_factory=list)
     at_any_rate: bool = False
 
     @property
@@ -104,6 +106,7 @@ def _blame(found: Written) -> Written:
     for number in not_representable(optimizer):
         if number.group == found.group and number.dtype == dtype_name(param.dtype) and number.name == "eps":
             found.at_any_rate = True
+            found.numbers.append(number)
             found.why.append(f"{number.text}{zeros}")
             found.hints += number.hints
     grad = param.grad

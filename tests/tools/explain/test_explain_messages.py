@@ -80,6 +80,14 @@ def test_a_fault_as_json_has_strings_for_what_json_has_not(capsys):
     assert (found["file"], found["line"]) == (None, None)
 
 
+def test_a_skipped_step_has_its_own_number(capsys):
+    amp.explain_overflows(json=True)
+    x = torch.ones(1, 2)
+    train(lambda p: torch.optim.SGD(p, lr=1e-12), "O2", 17, lambda: nn.Linear(2, 2), x, lambda y: y.float().sum() * 1e7)
+    (found,) = lines(capsys.readouterr().err)
+    assert (found["step"], found["message"].partition(" was")[0]) == (17, "Step 17")
+
+
 def test_other_ranks_tell_the_faults_of_their_own_batches(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     amp.explain_overflows(limit=1)

@@ -385,6 +385,19 @@ def test_running_again_does_not_append_to_arguments(empty, capsys):
     assert len(seen) == 1
 
 
+def test_a_block_of_no_optimizer_is_explained_too(capsys):
+    """It is for the gradient of an input; here its loss is not finite, in code that is watched from the second time."""
+    model, _ = initialized(nn.Linear(4, 4), "O1")
+    explain_overflows()
+    for _ in range(2):
+        x = torch.ones(2, 4, requires_grad=True)
+        with amp.scale_loss(torch.log(model(x).float() * 0).mean(), []) as scaled:
+            scaled.backward()
+    first, second = capsys.readouterr().err.split("ampcompat explain: ")[1:]
+    assert first.startswith("The loss of step 1 is ")
+    assert "aten::log" in second
+
+
 def test_two_models_and_the_one_at_fault(capsys):
     class Generator(nn.Sequential):
         pass
