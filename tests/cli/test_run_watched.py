@@ -178,9 +178,7 @@ def test_explain_until_the_first_fault(run):
     assert done.returncode == 1  # the script's own 3 is never reached
     end, verdict = done.stderr.splitlines()[-2:]
     assert "the script ends here, after 1 explanation" in end
-    assert verdict == (
-        "ampcompat explain: none of 1 step was skipped; a batch was lost to script.py:9 (linear in 0)."
-    )
+    assert verdict == ("ampcompat explain: none of 1 step was skipped; a batch was lost to script.py:9 (linear in 0).")
 
 
 def test_the_last_line_of_explain_is_a_verdict(run):
