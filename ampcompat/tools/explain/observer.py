@@ -32,7 +32,7 @@ from ampcompat.tools.explain.numbers import not_representable, optimizer_name
 from ampcompat.tools.explain.ops import is_too_large_unscaled, op_fault
 from ampcompat.tools.explain.probe import Event
 from ampcompat.tools.explain.replay import Finding, replay, runs_alone
-from ampcompat.tools.explain.tally import UNKNOWN, Tally
+from ampcompat.tools.explain.tally import AFTER_MODELS, UNKNOWN, Tally
 from ampcompat.tools.explain.unknown import unknown_message
 from ampcompat.tools.explain.weights import Steps
 from ampcompat.tools.frames import hide_tools
@@ -299,18 +299,20 @@ class OverflowExplainer:
                 finding = replay(forward, model, backward)
             except Exception as problem:  # the run that is observed must go on whatever happens here
                 told = f"the batch could not be run again: {type(problem).__name__}: {problem}"
-                self._tell_of_unknown(lost, Message("note", told), counts=True)
+                self._tell_of_unknown(lost, Message("note", told), UNKNOWN, counts=True)
                 return
             findings.append(finding)
             if finding.event is not None:
                 self._lose_to(replace(lost, scaler=forward.scaler or lost.scaler), finding.event, finding)
                 return
-        if lost.is_fault or any(finding.entered for finding in findings):
+        is_after_models = any(finding.entered for finding in findings) or (bool(findings) and not backward)
+        if lost.is_fault or is_after_models:
             self.loss_watch.arm()
         message = unknown_message(
             lost.head, findings, lost.number, lost.scaler, backward=backward, is_watched=lost.is_fault
         )
-        self._tell_of_unknown(lost, message, counts=not findings and self.stop)
+        key = AFTER_MODELS if is_after_models else UNKNOWN
+        self._tell_of_unknown(lost, message, key, counts=not findings and self.stop)
 
     def _lose_to(self, lost: LostStep, event: Event, finding: Finding) -> None:
         """Note that the step is lost to ``event``, and tell it."""
@@ -335,7 +337,7 @@ class OverflowExplainer:
         """Tell what the code between a model and ``scale_loss`` did, as the watch there has seen it."""
         self._lose_to(lost, event, Finding(event, ""))
         if lost.optimizers:
-            self.tally.rename(UNKNOWN, self._steps_of(lost.optimizers[0]).lost_to)
+            self.tally.rename(AFTER_MODELS, self._steps_of(lost.optimizers[0]).lost_to)
 
     def _note_lost(self, lost: LostStep, key: object) -> None:
         for one in lost.optimizers:
@@ -376,12 +378,12 @@ class OverflowExplainer:
         fault.message(head, step).emit(self.json)
         self._count()
 
-    def _tell_of_unknown(self, lost: LostStep, message: Message, counts: bool) -> None:
+    def _tell_of_unknown(self, lost: LostStep, message: Message, key: str, counts: bool) -> None:
         """Tell that the cause was not found, once; or what was held back, if it is known to be no back-off now."""
-        self._note_lost(lost, UNKNOWN)
+        self._note_lost(lost, key)
         if not lost.is_fault:
             if self.tally.held is None:
-                self.tally.hold(message, UNKNOWN, "")
+                self.tally.hold(message, key, "")
             self._look_at_one_less()
             return
         held = self.tally.release() if self.tally.has_held_cause else None

@@ -11,8 +11,8 @@ from ampcompat.tools.explain.underflow import Underflow
 
 #: The last steps of an optimizer that are looked at. A scale that begins at 65536 is below 1 after 17 skips.
 WINDOW = 20
-#: The key of steps that were looked at in vain.
-UNKNOWN = "unknown"
+#: Keys of steps that were looked at in vain; of the latter it is known that code after the models lost them.
+UNKNOWN, AFTER_MODELS = "unknown", "after the models"
 
 
 class BackOff:
@@ -82,15 +82,15 @@ class Tally:
         return key in self._explained
 
     def hold(self, message: Message, key: object, cause: str) -> None:
-        """Keep the explanation of what may be an ordinary back-off until that is known."""
+        """Keep the explanation of what may be an ordinary back-off until that is known; ``cause`` is "" for none."""
         self.held = message, key, cause
-        if key != UNKNOWN:
+        if cause:
             self._held_back.setdefault(key, cause)
 
     @property
     def has_held_cause(self) -> bool:
         """Whether what is held back names a cause."""
-        return self.held is not None and self.held[1] != UNKNOWN
+        return self.held is not None and self.held[2] != ""
 
     def release(self) -> Message | None:
         """The explanation that was held back, which is now told; None where there is none, or its fault was told."""
@@ -100,7 +100,7 @@ class Tally:
         message, key, cause = held
         if self.is_explained(key):
             return None
-        if key != UNKNOWN:
+        if cause:
             self.explain(key, cause)
         return message
 
@@ -177,7 +177,7 @@ class Tally:
             told += [(self._lost_to[key], cause) for key, cause in passed.items()]
             passed = {}
         ordinary = sum(self._lost_to[key] for key in passed)
-        unknown = self._lost_to[UNKNOWN]
+        unknown = self._lost_to[UNKNOWN] + self._lost_to[AFTER_MODELS]
         unseen = self._lost - sum(count for count, _ in told) - unknown - ordinary
         parts: list[str] = []
         for count, cause in told:
