@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from ampcompat.amp.casts.rules import Plan, Rule
     from ampcompat.amp.half.masters import Master
     from ampcompat.amp.scaling.adapter import Adapter
-    from ampcompat.amp.scaling.gradients import Block, Pending
-    from ampcompat.amp.scaling.misuse import Watch
+    from ampcompat.amp.scaling.gradients import OpenBlock, Pending
     from ampcompat.amp.scaling.session import Session
 
 
@@ -53,9 +52,10 @@ class CastState:
         ambient: The casts of the latest of these calls that is in force; None where none is.
         device_types: Where they hold: the device types of initialized models.
         owner: The thread that they hold in, the one that called ``initialize`` last.
+        collected_in_trace: Whether a model was collected while the compiler traced, and its casts are yet to end.
         original: Autocast's state before the first change, for undo; None while no policy casts functions.
         patches: Undo of the patches that casting needs; None while they are not installed.
-        functions: Undo of the wrappers around functions that users registered.
+        undo_registered: Undo of the wrappers around functions that users registered.
         cpu_convolution: Undo of the CPU's own half convolutions; None while torch's are in force.
         thread: What the current thread is inside.
     """
@@ -65,9 +65,10 @@ class CastState:
     ambient: Casts | None = None
     device_types: tuple[str, ...] = ()
     owner: int = 0
+    collected_in_trace: bool = False
     original: Saved | None = None
     patches: ExitStack | None = None
-    functions: ExitStack = field(default_factory=ExitStack)
+    undo_registered: ExitStack = field(default_factory=ExitStack)
     cpu_convolution: ExitStack | None = None
     thread: ThreadCasts = field(default_factory=ThreadCasts)
 
@@ -164,11 +165,9 @@ class State:
         masters: Index from tensors to masters.
         open_blocks: The ``scale_loss`` blocks that are open.
         pending: Scaled gradients that blocks have left; they outlive their optimizers.
-        has_scaled: Whether a loss was multiplied by a scale that is not always one.
-        watch: What looks for mistakes in the first blocks; None when these are over.
         casts: The ambient casts.
         rules: The op rules that are on the dispatcher.
-        functions: Functions that users registered, by module and name: the holder, the name, and the rule.
+        registered: Functions that users registered, by module and name: the holder, the name, and the rule.
         observers: Tools that are called with losses, gradients and steps.
         adapters: What blocks and steps must know of wrappers around models, for each kind of wrapper in use.
     """
@@ -182,13 +181,11 @@ class State:
     models: ModelIndex = field(default_factory=ModelIndex)
     optimizers: OptimizerIndex = field(default_factory=OptimizerIndex)
     masters: MasterIndex = field(default_factory=MasterIndex)
-    open_blocks: list[Block] = field(default_factory=list)
+    open_blocks: list[OpenBlock] = field(default_factory=list)
     pending: list[Pending] = field(default_factory=list)
-    has_scaled: bool = False
-    watch: Watch | None = None
     casts: CastState = field(default_factory=CastState)
     rules: OpRules = field(default_factory=OpRules)
-    functions: dict[tuple[int, str], tuple[object, str, Rule]] = field(default_factory=dict)
+    registered: dict[tuple[int, str], tuple[object, str, Rule]] = field(default_factory=dict)
     observers: list[object] = field(default_factory=list)
     adapters: list[Adapter] = field(default_factory=list)
 

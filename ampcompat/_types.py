@@ -4,15 +4,32 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, MutableMapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypedDict
 
 import torch
 
 if TYPE_CHECKING:
-    from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
+    from ampcompat.amp.scaling.optimizer_state import OptimizerState
 
-#: The dtypes that "half" stands for.
-HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+class HalfDtype(NamedTuple):
+    """A row of :data:`HALF`.
+
+    Attributes:
+        names: What ``AMPCOMPAT_DTYPE`` calls it.
+        has_range_of_float32: Whether losses need no scale in it.
+    """
+
+    names: tuple[str, ...]
+    has_range_of_float32: bool
+
+
+#: The dtypes that "half" stands for; docs/architecture.md says what one more takes.
+HALF = {
+    torch.float16: HalfDtype(("float16", "fp16", "half"), has_range_of_float32=False),
+    torch.bfloat16: HalfDtype(("bfloat16", "bf16"), has_range_of_float32=True),
+}
+HALF_DTYPES = tuple(HALF)
 #: A param group, as torch has it: ``"params"``, and hyperparameters by name.
 ParamGroup: TypeAlias = dict[str, Any]
 #: What an optimizer is made of. torch's ``ParamsT`` is a union of iterables, of which mypy does not infer the type of a
@@ -43,7 +60,8 @@ class Optimizer(Protocol):
     """Type what amp needs of an optimizer (torch's own, or a wrapper as LARC), and what it sets on one."""
 
     param_groups: list[dict[str, Any]]
-    _amp_stash: AmpOptimizerState  # while it is under amp
+    _amp_stash: OptimizerState  # while it is under amp
+    _amp_follow_step: Callable[[], None]
     _amp_wrapped: bool  # for good: the wrappers of its methods stay
     _amp_stepping: bool  # while an optimizer that steps by another is stepping
     _opt_called: bool  # LR schedulers ask it whether there was a step

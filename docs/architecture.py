@@ -32,13 +32,14 @@ def docstring_table(table: Table) -> list[str]:
 
 
 def with_docstring_tables(source: str, tables: list[Table]) -> str:
-    """``source`` with the tables of its docstring, in their order, as they should be."""
+    """``source`` with those tables of its docstring that have the heads of ``tables`` as they should be."""
     lines = source.splitlines()
-    for number, table in enumerate(tables):
+    for table in tables:
         # A table has three rules: above its heads, below them, and at its end.
         rules = [index for index, line in enumerate(lines) if re.fullmatch("[= ]*===[= ]*", line)]
-        first, _, last = rules[3 * number : 3 * number + 3]
-        lines[first : last + 1] = docstring_table(table)
+        for first, last in zip(rules[::3], rules[2::3], strict=True):
+            if tuple(re.split(" {2,}", lines[first + 1])) == table.head:
+                lines[first : last + 1] = docstring_table(table)
     return "\n".join(lines) + "\n"
 
 

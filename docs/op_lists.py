@@ -7,7 +7,7 @@ from typing import Final
 
 from ampcompat import _torch
 from ampcompat.amp.casts.rules import PYTHON, Rule, rules_by_name
-from ampcompat.amp.lists import UNCAST, torch_overrides
+from ampcompat.amp.lists import NO_BFLOAT16, UNCAST, torch_overrides
 
 PAGE: Final = Path(__file__).with_suffix(".md")
 RULES: Final = rules_by_name()
@@ -19,6 +19,7 @@ _WORDS: Final = {
     Rule.FLOAT: "float32",
     Rule.PROMOTE: "widest argument",
     Rule.UNCAST: "as given",
+    Rule.NO_BFLOAT16: "as given; float32 for bfloat16",
     Rule.LEFT: "left side",
     Rule.BANNED: "refuses half",
     Rule.INPLACE_BANNED: "refuses half",
@@ -34,6 +35,8 @@ _NATIVE: Final = {
     # composed of ops that native casts
     ("pinv", "cuda"): "half inside",
     ("pinv", "cpu"): "half inside",
+    ("affine_grid", "cuda"): "half inside",
+    ("affine_grid", "cpu"): "half inside",
     ("norm_except_dim", "cuda"): "float32",
     ("softmin", "cuda"): "float32",
     ("normalize", "cuda"): "float32",
@@ -65,7 +68,7 @@ _SECTIONS: Final = (
     ("Refused in half", names(Rule.BANNED)),
     ("In place, refused on a half tensor", names(Rule.INPLACE_BANNED)),
     ("In place, the arguments take the dtype of the left side", names(Rule.LEFT)),
-    ("On no list of apex", UNCAST),
+    ("On no list of apex", [*UNCAST, *NO_BFLOAT16]),
 )
 
 _HEAD: Final = """\
@@ -84,14 +87,13 @@ How O1 and O4 cast each operation. Search the page for its name: `softmax` stand
 | whole function | ampcompat casts the arguments of a function that torch wrote in Python over other operations |
 | by name | ampcompat refuses what a script calls (`x.exp_()`, `x **= 2`), not what torch calls itself for `square_` |
 
-Operations on no list follow native autocast: `einsum` and `scaled_dot_product_attention` run in half. In-place forms
-that are not listed keep the dtype of their left side. float64 and integers are not cast. A 0-dim tensor does not widen
-the result of `add`, `div`, `mul`, `sub` and the comparisons. Under `torch.func.vmap`, a batch of `dot` is a matrix
-product, in half.
+Operations on no list follow native autocast: `einsum` and `scaled_dot_product_attention` run in half. Other in-place
+forms keep the dtype of their left side. float64 and integers are not cast. A 0-dim tensor does not widen the result of
+`add`, `div`, `mul`, `sub` and the comparisons. Under `torch.func.vmap`, a batch of `dot` is a matrix product, in half.
 
 ## Edit the lists
 
-Edit them before `amp.initialize`. They have apex's names:
+Edit them before `amp.initialize`, by apex's names:
 
 ```python
 amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
@@ -101,9 +103,8 @@ amp.lists.functional_overrides.FP16_FUNCS.append("softmax")
 The modules `functional_overrides`, `torch_overrides` and `tensor_overrides` of `amp.lists` hold `FP16_FUNCS`,
 `FP32_FUNCS`, `CASTS`, `SEQUENCE_CASTS` and `BANNED_FUNCS`.
 
-- `FP16_FUNCS` counts at O1 and O4: a name on it is cast to the half dtype in force.
-- A name that you add leaves the list that it was on. On several lists, half beats float32, and float32 beats the widest
-  dtype.
+- `FP16_FUNCS` is cast to the half dtype in force, at O1 and O4.
+- A name that you add leaves the list that it was on. On several, half beats float32, and float32 the widest dtype.
 - A name that you remove and add nowhere runs as given. A name that is not a function of torch gives a warning.
 """
 
@@ -154,7 +155,11 @@ def enforced_by(name: str) -> str:
 def _row(name: str) -> str:
     """What the page says of the listed ``name``, as cells of a row."""
     rule = _WORDS[RULES[name]]
-    apex = "not listed" if RULES[name] is Rule.LEFT or name in SINCE_APEX else rule
+    apex = rule
+    if RULES[name] is Rule.LEFT or name in SINCE_APEX:
+        apex = "not listed"
+    elif RULES[name] is Rule.NO_BFLOAT16:
+        apex = "as given"  # it had no bfloat16
     native = " | ".join(native_rule(name, device_type) for device_type in ("cuda", "cpu"))
     return f"{rule} ({enforced_by(name)}) | {apex} | {native}"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from covering import mark_the_rest_slow
+from failures import Failures
 from packaging.specifiers import SpecifierSet
 
 # Imports and collection create objects that are kept: looking for garbage among them would cost seconds.
@@ -24,17 +25,27 @@ DIVERGENCES = {
 }
 
 
+#: What torch says once a process on a real device, in whichever test comes first; nothing is wrong where it does.
+WARNINGS_OF_CUDA = (
+    "Attempting to run cuBLAS, but there was no current CUDA context",  # the first kernel of a thread
+    "Sparse invariant checks are implicitly disabled",  # by CUDA's coalesce(), which checks none on the CPU either
+)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options that run the tests on CUDA devices, on real ones or on those of ``accelerator/``."""
+    """Add the options of runs on CUDA devices, real ones or those of ``accelerator/``."""
     parser.addoption(
         "--emulate-cuda", action="store_true", help="emulate two CUDA devices, on a torch that was built without CUDA"
     )
     parser.addoption("--on-cuda", action="store_true", help="make tensors on cuda:0 where a test names no device")
+    parser.addoption("--failures-to", metavar="FILE", help="write each failure to FILE when it happens")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Import torch in the processes that run tests, with the devices that are wanted."""
     is_worker = hasattr(config, "workerinput")
+    if config.getoption("--failures-to") and not is_worker:
+        config.pluginmanager.register(Failures(Path(config.getoption("--failures-to"))))
     has_no_workers = config.getoption("dist", "no") == "no"
     runs_tests = is_worker or has_no_workers
     if config.getoption("--emulate-cuda"):
@@ -46,6 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
 
         torch.set_default_device("cuda")
+        for warning in WARNINGS_OF_CUDA:
+            config.addinivalue_line("filterwarnings", f"ignore:{warning}")
     config.pluginmanager.import_plugin("torch_left_as_found")
 
 

@@ -14,6 +14,14 @@ from ampcompat._state import state
 from ampcompat.amp.half.masters import master_of as master_of
 from ampcompat.amp.half.record import masters_by_name as masters_by_name
 from ampcompat.amp.half.record import masters_of as masters_of
+from ampcompat.amp.half.written import Due
+from ampcompat.amp.half.written import due as due
+from ampcompat.amp.misuse.watch import Watch
+
+
+def is_due(master):
+    """Whether anything tells that one copy of a weight was written, and the other has yet to follow."""
+    return master.due is not Due.NOTHING
 
 
 def reset():
@@ -60,7 +68,7 @@ def sizes_of_state():
 
 def process_state():
     """What is known of gradients in the whole process, by name."""
-    names = ("open_blocks", "pending", "has_scaled", "watch")
+    names = ("open_blocks", "pending")
     return {name: getattr(state, name) for name in names}
 
 
@@ -70,8 +78,8 @@ def device_types_with_rules():
 
 
 def observers():
-    """The tools that are called with losses, gradients and steps."""
-    return list(state.observers)
+    """The tools that are called with losses, gradients and steps; not amp's own watch over the first blocks."""
+    return [observer for observer in state.observers if not isinstance(observer, Watch)]
 
 
 def has_policy(module):
@@ -97,7 +105,7 @@ def scaler_of(optimizer):
 
 def float32_masters(optimizer):
     """The float32 masters that ``optimizer`` steps. Unlike ``amp.master_params``, this does not update them first."""
-    return optimizer._amp_stash.all_fp32_from_fp16_params
+    return [master.value for master in optimizer._amp_stash.leaves.masters]
 
 
 def has_scaled_gradients(optimizer):
@@ -112,25 +120,23 @@ def is_in_block(optimizer):
 
 def skipped_as_far_as_known(optimizer):
     """Whether the last step was skipped; None while only the device knows. Reads nothing from the device."""
-    return optimizer._amp_stash.skipped
-
-
-def delayed_overflow_flags(scaler):
-    """How many flags of overflows wait for a block that does not delay its check."""
-    return len(scaler._delayed)
+    stash = optimizer._amp_stash
+    if stash.skipped is not None or stash.device_steps.undecided:
+        return stash.skipped
+    return stash.device_steps.latest_skipped
 
 
 def overflow_flags(optimizer):
-    """How many flags of overflows are kept for the next step and for later ones."""
-    return len(optimizer._amp_stash.overflows)
+    """How many flags of overflows are kept for the next step."""
+    stash = optimizer._amp_stash
+    return len(stash.overflows) + len(stash.delayed)
+
+
+def is_watched():
+    """Whether mistakes are looked for: in the first blocks."""
+    return any(isinstance(observer, Watch) for observer in state.observers)
 
 
 def end_watch():
     """End the look at the first blocks for mistakes, which takes ops of its own."""
-    state.watch = None
-
-
-def keep_few_flags(monkeypatch, count):
-    """Have amp keep ``count`` flags of overflows at the most, for a scaler and for an optimizer."""
-    monkeypatch.setattr("ampcompat.amp.scaling.scaler.MAX_FLAGS", count)
-    monkeypatch.setattr("ampcompat.amp.scaling.optimizer_state.MAX_FLAGS", count)
+    state.observers[:] = [observer for observer in state.observers if not isinstance(observer, Watch)]

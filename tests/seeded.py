@@ -3,6 +3,11 @@
 import torch
 
 
+def randn(*shape):
+    """Normal numbers that are the same on every device: those of the CPU's generator, which ``manual_seed`` sets."""
+    return torch.randn(*shape, device="cpu").to(torch.get_default_device())
+
+
 def seeded(seed):
     """A generator that starts at ``seed``: torch draws numbers on a device with a generator of that device alone."""
     return torch.Generator(torch.get_default_device()).manual_seed(seed)

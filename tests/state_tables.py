@@ -35,7 +35,7 @@ GRADIENTS: Final = Table(
         ("end of the block raises", "cleared (None), older ones too", "cleared"),
         ("`step`", "used; dropped from masters", "unscaled, then used"),
         ("`step` after an overflow", "skipped; dropped from masters", "unscaled, then skipped"),
-        ("`step` of one of two holders", "used; masters keep them", "unscaled, then used"),
+        ("`step` of one of two holders", "used; shared masters keep them", "unscaled, then used"),
         ("`zero_grad`", "gone, with what is known of them", "gone"),
         ("`p.grad` cleared", "gone, in masters too", "gone; unscaled ones from before stay"),
         ("`p.grad` edited", "used; masters do not see it", "unscaled as they are now"),
@@ -68,6 +68,18 @@ MASTERS: Final = Table(
     ),
 )
 
+#: What makes the two copies of a weight equal again; the first row that fits decides.
+WRITES: Final = Table(
+    head=("since both copies were equal (the first match wins)", "due"),
+    rows=(
+        ("half's version or address has moved", "pull"),
+        ("value's version has moved", "push"),
+        ("half's `data` was taken", "pull"),
+        ("value's `data` was taken", "push"),
+        ("none of these", "nothing"),
+    ),
+)
+
 #: Where functions are cast. The first row that fits decides; of regions in one another, the innermost.
 CASTS: Final = Table(
     head=("code (the first match wins)", "casts"),
@@ -95,7 +107,7 @@ STATE_CHANGES: Final = Table(
         ("`backward`", "-", "-", "-", "`half.grad`: scaled"),
         (
             "block ends",
-            "`_last_pass`: the flag; `scale`: a new tensor; `clean_passes`: one more, or 0, a new tensor",
+            "`last_pass`: the flag; `scale`: a new tensor; `clean_passes`: one more, or 0, a new tensor",
             "`overflows`: and the flag",
             "`open_blocks`: without it",
             "`value.grad`: the sum, unscaled; `grad_shown`: True",
@@ -105,8 +117,7 @@ STATE_CHANGES: Final = Table(
             "-",
             "`overflows`: none",
             "-",
-            "`value`: stepped; `half`: rounded from it; `half_version`; `value_version`; `value.grad`: None;"
-            " `grad_shown`: False",
+            "`value`: stepped; `half`: rounded from it; `value_version`; `value.grad`: None; `grad_shown`: False",
         ),
         (
             "`step`, skipped",
@@ -122,13 +133,15 @@ STATE_CHANGES: Final = Table(
 
 #: Names of the tables on the page, by the module of ``ampcompat/amp`` that shows them in its docstring, in this order.
 SHOWN_IN: Final[dict[str, tuple[str, ...]]] = {
-    "scaling/gradient_rules": ("gradients",),
+    "scaling/block": ("gradients",),
     "half/masters": ("masters",),
+    "half/written": ("writes",),
     "casts/ambience": ("casts",),
 }
 TABLES: Final[dict[str, Table]] = {
     "gradients": GRADIENTS,
     "masters": MASTERS,
+    "writes": WRITES,
     "casts": CASTS,
     "changes": STATE_CHANGES,
 }

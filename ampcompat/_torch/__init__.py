@@ -52,6 +52,7 @@ from ampcompat._torch.autograd import (
     stashed_in_thread,
 )
 from ampcompat._torch.checkpoints import has_distributed_checkpoint, patch_distributed_checkpoint
+from ampcompat._torch.chunks import in_chunks
 from ampcompat._torch.compiler import (
     COMPILER_SEES_CACHE_FLAG,
     compile_backward_without_autocast,
@@ -116,7 +117,7 @@ from ampcompat._torch.modules import (
     uncompiled,
     watch_zero_grad,
 )
-from ampcompat._torch.parameters import data_of, set_data, watch_parameter_data
+from ampcompat._torch.parameters import data_of, set_data, set_versions, watch_parameter_data
 from ampcompat._torch.patch import Wrap, replace, replace_function, set_class, with_parameters_of, wrap_everywhere
 from ampcompat._torch.step_hooks import around_update, has_step_hooks
 from ampcompat._torch.version import (

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+from ampcompat._torch.chunks import in_chunks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,9 +47,6 @@ foreach_sub_ = torch._foreach_sub_
 fused_adam_ = torch._fused_adam_
 fused_adamw_ = torch._fused_adamw_
 fused_sgd_ = torch._fused_sgd_
-#: ``(grads, found_inf, inverse_scale)``: multiply ``grads`` (one device, one dtype, dense) in place, and set
-#: ``found_inf`` to 1 on any inf or NaN.
-unscale_and_check_ = torch._amp_foreach_non_finite_check_and_unscale_
 #: ``(scale, tracker, found_inf, growth, backoff, interval)``: the scale and the tracker that ``GradScaler.update``
 #: would leave, as new tensors on their device.
 updated_scale = torch.ops.aten._amp_update_scale.default
@@ -79,11 +77,13 @@ def _by_kind(written: Tensors, read: Tensors) -> Iterable[tuple[Tensors, Tensors
     """
     if not written:
         return []
-    if _is_uniform(written) and _is_uniform(read) and all(map(_has_equal_strides, written, read)):
+    strides = list(map(_STRIDE, written))
+    if _is_uniform(written) and _is_uniform(read) and strides == list(map(_STRIDE, read)):
         return [(written, read)]
     lists: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for target, source in zip(written, read, strict=True):
-        kind = (target.dtype, target.device, source.dtype, source.device, _has_equal_strides(target, source))
+        has_equal_strides = target.stride() == source.stride()
+        kind = (target.dtype, target.device, source.dtype, source.device, has_equal_strides)
         targets, sources = lists.setdefault(kind, ([], []))
         targets.append(target)
         sources.append(source)
@@ -93,10 +93,6 @@ def _by_kind(written: Tensors, read: Tensors) -> Iterable[tuple[Tensors, Tensors
 def _is_uniform(tensors: Tensors) -> bool:
     """Whether ``tensors`` are of one dtype and on one device."""
     return len(set(map(_DTYPE, tensors))) == 1 and len(set(map(_DEVICE_INDEX, tensors))) == 1
-
-
-def _has_equal_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.stride() == b.stride()
 
 
 _DTYPE = operator.attrgetter("dtype")
@@ -181,16 +177,36 @@ def any_non_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
     return any_of([torch.isfinite(entries).all().logical_not().float() for entries in held])
 
 
+def unscale_and_check_(grads: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """Multiply ``grads`` in place by ``inverse_scale``, and set ``found_inf`` to 1 on any inf or NaN. No host sync.
+
+    Products are made in float32, or in the dtype of ``grads`` if that is wider, and rounded once.
+
+    Args:
+        grads: Dense tensors of one device and one real floating dtype, at least one.
+        found_inf: 0-dim float32 on their device; stays as it is where all are finite.
+        inverse_scale: 0-dim float32 on their device.
+    """
+    if grads[0].dtype != torch.bfloat16:
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale)
+        return
+    # CUDA has no such kernel for bfloat16: https://github.com/pytorch/pytorch/issues/127176
+    for indices in in_chunks(grads):
+        chunk = [grads[index] for index in indices]
+        copies = [torch.empty_like(grad, dtype=torch.float32) for grad in chunk]
+        foreach_copy_(copies, chunk)
+        torch._amp_foreach_non_finite_check_and_unscale_(copies, found_inf, inverse_scale)
+        foreach_copy_(chunk, copies)
+
+
 def inverse_of(number: torch.Tensor) -> torch.Tensor:
     """1 / ``number``. At O1 ``reciprocal`` is an op of the float list; this one, for lists, goes through no rule."""
     return torch._foreach_reciprocal([number])[0]
 
 
 def host_value(number: torch.Tensor) -> float | None:
-    """The value of a 0-dim float32 tensor in host memory, read without an op; None where it lies elsewhere."""
-    if type(number) is not torch.Tensor or not number.is_cpu:  # a fake tensor has no data
-        return None
-    return ctypes.c_float.from_address(number.data_ptr()).value
+    """The value of a 0-dim tensor in host memory; None where it lies elsewhere, so that nothing waits for a device."""
+    return number.item() if number.is_cpu else None
 
 
 def found_inf_and_scale(
@@ -265,7 +281,13 @@ def float32_copies(tensors: list[torch.Tensor], like: list[torch.Tensor]) -> lis
 
 
 def sum_of(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a + b``, in place in ``a`` where it can be: ``a`` may be a window into a DDP bucket. Either may be sparse."""
+    """``a + b``, in place in ``a`` where it can be: ``a`` may be a window into a DDP bucket. Either may be sparse.
+
+    Where one of them has a graph, of ``backward(create_graph=True)``, the sum has one.
+    """
+    if a.requires_grad or b.requires_grad:
+        with torch.enable_grad():
+            return a + b
     if a.is_sparse and b.is_sparse:
         # Joined and coalesced, not added: the CPU adds no half sparse tensors.
         indices = torch.cat([a._indices(), b._indices()], 1)

@@ -29,13 +29,13 @@ def stash_in_thread(key: str, value: int) -> None:
     torch._C._stash_obj_in_tls(key, value)
 
 
-def stashed_in_thread(key: str) -> int | None:
-    """What :func:`stash_in_thread` has kept, None where nothing.
+def stashed_in_thread(key: str) -> int:
+    """What :func:`stash_in_thread` has kept, 0 where nothing.
 
     In the engine's threads, where backward bodies run for tensors on a device: what held in the thread that started it.
     """
     if not torch._C._is_key_in_tls(key):
-        return None
+        return 0
     value: int = torch._C._get_obj_in_tls(key)
     return value
 

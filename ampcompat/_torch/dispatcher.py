@@ -57,6 +57,7 @@ ATEN: Final[dict[str, tuple[str, ...]]] = {
     "nll_loss": ("nll_loss", "nll_loss2d"),
     "bilinear": ("bilinear", "_trilinear"),
     "cross": ("cross", "linalg_cross"),
+    "affine_grid": ("affine_grid_generator",),
     "pinv": ("linalg_pinv.atol_rtol_tensor",),
     **dict.fromkeys(("softmin", "local_response_norm", "normalize", "gaussian_nll_loss", "cpu"), ()),
     **dict.fromkeys(("multilabel_soft_margin_loss", "triplet_margin_with_distance_loss"), ()),

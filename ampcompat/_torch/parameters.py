@@ -1,16 +1,31 @@
-"""``param.data``: an alias of a parameter that shares no version counter with it."""
+"""Writes that move no version: through ``param.data``, and of our own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from ampcompat._torch.patch import replace
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]
+
+_set_version: Any = torch._C._autograd._unsafe_set_version_counter
+
+
+def _set_versions_one_by_one(tensors: list[torch.Tensor], versions: list[int]) -> None:
+    for tensor, version in zip(tensors, versions, strict=True):
+        _set_version(tensor, version)
+
+
+_TAKES_LISTS: Final = "arg0: torch.Tensor," not in str(_set_version.__doc__)  # not in torch 2.4
+#: ``(tensors, versions)``: set the versions of tensors, as from before a write that is to move none, like one through
+#: ``data``. Cheaper than to write to an alias of each. To exclude dispatch keys would not do: kernels of CUDA's foreach
+#: ops move versions themselves.
+set_versions: Callable[[list[torch.Tensor], list[int]], None]
+set_versions = _set_version if _TAKES_LISTS else _set_versions_one_by_one
 
 
 def data_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from ampcompat.amp import __version__ as _version_module  # noqa: F401 - see abo
 from ampcompat.amp import _amp_state as _amp_state_module  # noqa: F401 - see above
 
 # Scripts say amp.scaler.LossScaler, amp._initialize.applier... without importing these.
-from ampcompat.amp import _initialize, _process_optimizer, lists, opt, scaler, utils  # noqa: F401
+from ampcompat.amp import _initialize, _process_optimizer, compat, lists, opt, rnn_compat, scaler, utils  # noqa: F401
 from ampcompat.amp.__version__ import __version__
 from ampcompat.amp._amp_state import _amp_state, master_params
 from ampcompat.amp.amp import (

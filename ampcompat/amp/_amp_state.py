@@ -49,17 +49,17 @@ def _checked_verbosity(value: object) -> int | float:
 _amp_state = AmpState()
 
 
-def warn_or_err(message: str) -> None:
-    """Raise ``message`` as a RuntimeError; with ``_amp_state.hard_override`` print it as a warning instead."""
+def warn_or_err(msg: str) -> None:
+    """Raise ``msg`` as a RuntimeError; with ``_amp_state.hard_override`` print it as a warning instead."""
     if not _amp_state.hard_override:
-        raise RuntimeError(message)
-    say("Warning:  " + message)
+        raise RuntimeError(msg)
+    say("Warning:  " + msg)
 
 
-def maybe_print(message: str, rank0: bool = False) -> None:
-    """Print ``message`` on rank 0 unless ``verbosity`` is 0; ``rank0`` is accepted, as in apex."""
+def maybe_print(msg: str, rank0: bool = False) -> None:
+    """Print ``msg`` on rank 0 unless ``verbosity`` is 0; ``rank0`` is accepted, as in apex."""
     if _amp_state.verbosity > 0:
-        say(message)
+        say(msg)
 
 
 def master_params(optimizer: Any) -> Iterator[torch.Tensor]:

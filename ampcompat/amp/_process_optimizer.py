@@ -1,14 +1,129 @@
-"""Home of names that scripts import from ``apex.amp._process_optimizer``."""
+"""``optimizer._amp_stash`` by apex's names, and what else scripts import from ``apex.amp._process_optimizer``."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
+from ampcompat._state import state
+from ampcompat._types import HALF_DTYPES
+from ampcompat.amp.scaling.gradients import open_block_of, pending_in
+from ampcompat.amp.scaling.optimizer_state import OptimizerState
+from ampcompat.amp.scaling.unscaling import add_saved
 
 __all__ = ["AmpOptimizerState", "post_backward_models_are_masters"]
+
+
+class AmpOptimizerState(OptimizerState):
+    """What amp keeps with one optimizer, with the attributes that apex had: scripts test for them."""
+
+    lazy_init_called = True  # masters exist from ``initialize`` on
+
+    @property
+    def params_have_scaled_gradients(self) -> bool:
+        """Whether ``param.grad`` holds gradients that a later block, or the step, unscales.
+
+        Scripts write False: they have unscaled or cleared what is there. After that, the next block drops gradients of
+        half parameters, as under apex.
+        """
+        block = open_block_of(self.leaves)
+        return bool(pending_in(self.leaves)) or (block is not None and block.took_pending)
+
+    @params_have_scaled_gradients.setter
+    def params_have_scaled_gradients(self, value: bool) -> None:
+        if value and not self.params_have_scaled_gradients:
+            raise RuntimeError(
+                "params_have_scaled_gradients = True - only a scale_loss block knows by what gradients are scaled -"
+                " write `with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled: scaled.backward()`."
+            )
+        if not value:
+            for pending in pending_in(self.leaves):
+                state.pending.remove(pending)
+                add_saved(pending.saved)
+
+    @property
+    def already_patched(self) -> bool:
+        """Whether an overflow skips the next step: one host sync for each flag.
+
+        Writing it changes nothing. apex patched ``step`` to skip, and skipped none of those that a script had marked as
+        patched.
+        """
+        delayed = [overflow.flag for overflow in self.delayed.values() if not overflow.is_decided]
+        return any(flag.item() for flag in (*self.overflows.values(), *delayed))
+
+    @already_patched.setter
+    def already_patched(self, value: bool) -> None:
+        pass
+
+    @property
+    def all_fp16_params(self) -> list[torch.Tensor]:
+        """Half params: those with masters; all of them where there are no masters."""
+        with_masters = [master.half for master in self.leaves.masters]
+        return with_masters or [param for param in self.leaves.direct if param.dtype in HALF_DTYPES]
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[torch.Tensor]:
+        """Masters; AttributeError without master weights."""
+        self._refuse_without_master_weights("all_fp32_from_fp16_params")
+        return [master.value for master in self.leaves.masters]
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[torch.Tensor]:
+        """Params that are float32 in the model; AttributeError without master weights."""
+        self._refuse_without_master_weights("all_fp32_from_fp32_params")
+        return self.all_fp32_params
+
+    @property
+    def all_fp32_params(self) -> list[torch.Tensor]:
+        """Params that are float32 in the model."""
+        return [param for param in self.leaves.direct if param.dtype == torch.float32]
+
+    @property
+    def all_fp16_grad_stash(self) -> list[torch.Tensor | None]:
+        """Unscaled gradients of half params from before the block, for a script's own ``_post_amp_backward``."""
+        return self._take_saved(self.all_fp16_params)
+
+    @property
+    def all_fp32_grad_stash(self) -> list[torch.Tensor | None]:
+        """The same of float32 params."""
+        return self._take_saved(self.all_fp32_params)
+
+    @property
+    def all_fp32_from_fp32_grad_stash(self) -> list[torch.Tensor | None]:
+        """The same of float32 params; AttributeError without master weights."""
+        self._refuse_without_master_weights("all_fp32_from_fp32_grad_stash")
+        return self.all_fp32_grad_stash
+
+    def _refuse_without_master_weights(self, name: str) -> None:
+        """Raise what ``hasattr`` takes for a no: scripts that find ``name`` take the params there for masters."""
+        options = self.session.properties.options
+        if not options["master_weights"]:
+            raise AttributeError(
+                f"optimizer._amp_stash has no {name} at opt_level={options['opt_level']!r} - there are no master"
+                " weights without master_weights=True - use amp.master_params(optimizer), which yields what the"
+                " optimizer steps at every level."
+            )
+
+    def _take_saved(self, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The saved gradients of ``params``; the caller adds them."""
+        block = open_block_of(self.leaves)
+        if block is None:
+            return [None] * len(params)
+        block.saved_grads_taken = True
+        return [block.saved.get(param) for param in params]
+
+    @property
+    def fp16_groups(self) -> NoReturn:
+        """Refused: apex's lists of params by group."""
+        raise AttributeError(
+            "optimizer._amp_stash has no fp16_groups, fp32_from_fp16_groups or fp32_from_fp32_groups - amp keeps no"
+            " lists by group - use all_fp16_params and all_fp32_from_fp16_params, or optimizer.param_groups, which hold"
+            " the masters."
+        )
+
+    fp32_from_fp16_groups = fp16_groups
+    fp32_from_fp32_groups = fp16_groups
 
 
 def post_backward_models_are_masters(

@@ -11,11 +11,9 @@ from typing import Any, ParamSpec
 
 import torch
 
-from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES
 from ampcompat.amp._amp_state import _amp_state
-from ampcompat.amp.casts.ambience import install_casting, set_ambient
 from ampcompat.amp.casts.registration import (
     bfloat16_function,
     float_function,
@@ -26,18 +24,24 @@ from ampcompat.amp.casts.registration import (
     register_half_function,
     register_promote_function,
 )
-from ampcompat.amp.half.devices import device_types_of
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.levels import casting_level
 from ampcompat.amp.properties import read_properties
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session
+from ampcompat.amp.session_casts import begin_casts_of_init
 
 __all__ = ["bfloat16_function", "float_function", "half_function", "init", "promote_function"]
 __all__ += ["register_bfloat16_function", "register_float_function", "register_half_function"]
 __all__ += ["register_promote_function"]
 
 P = ParamSpec("P")
+
+
+def __getattr__(name: str) -> object:
+    if name == "_DECORATOR_HANDLE":  # the handle in force, or None
+        return getattr(_amp_state, "handle", None)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _rocm_order(init: Callable[P, AmpHandle]) -> Callable[P, AmpHandle]:
@@ -86,9 +90,9 @@ def init(
         RuntimeError: ``patch_type`` is neither of the two.
     """
     if patch_type not in (None, *HALF_DTYPES):
+        halves = " or ".join(map(str, HALF_DTYPES))
         raise RuntimeError(
-            f"amp.init got patch_type={patch_type!r} - functions are cast to torch.float16 or torch.bfloat16 - pass one"
-            " of these."
+            f"amp.init got patch_type={patch_type!r} - functions are cast to {halves} - pass one of these."
         )
     if not enabled:
         no_op = NoOpHandle()
@@ -102,23 +106,9 @@ def init(
         half_dtype = latest.half_dtype
     session = Session(properties, half_dtype, scalers=[LossScaler(properties.loss_scale)], by_init=True)
     state.rules.allow_banned = allow_banned
-    _begin_casts(session)
+    begin_casts_of_init(session)
     handle = AmpHandle(session)
     if not follows_initialize:
         state.session = session
         state.view.update(opt_properties=properties, loss_scalers=session.scalers, handle=handle)
     return handle
-
-
-def _begin_casts(session: Session) -> None:
-    """Make the casts of ``session`` ambient, and cast functions in the forwards of all models."""
-    of_models = device_types_of(state.models.live) & set(_torch.autocast_device_types())
-    session.device_types = of_models | {_torch.accelerator()}
-    install_casting(session.device_types)
-    for model in state.models.live:
-        policy = model.__dict__["_amp_policy"]
-        if not policy.casts.enabled:  # forwards at other levels cast functions too, into their own half dtype
-            session.casting.append(policy)
-            policy.casts = policy.casts._replace(enabled=True)
-    session.come_into_force()
-    set_ambient(session.device_types)

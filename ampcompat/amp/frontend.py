@@ -15,6 +15,7 @@ from ampcompat._log import say, say_once
 from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES, Optimizer, Options
 from ampcompat.amp import arguments
+from ampcompat.amp._process_optimizer import AmpOptimizerState
 from ampcompat.amp.adapters import checkpoint_names, ddp, fsdp, wrapped
 from ampcompat.amp.casts.rules import rules_by_name
 from ampcompat.amp.half.boundary import BoundaryPolicy, replace_policy
@@ -25,6 +26,7 @@ from ampcompat.amp.half.masters import watch_torch
 from ampcompat.amp.half.model_class import set_policy
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.levels import LEVELS
+from ampcompat.amp.misuse.watch import watch_more
 from ampcompat.amp.observers import notify
 from ampcompat.amp.options import check_keywords
 from ampcompat.amp.properties import Properties, read_properties
@@ -33,10 +35,10 @@ from ampcompat.amp.scaling import optimizer as amp_optimizer
 from ampcompat.amp.scaling.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.scaling.clearing import watch_modules
 from ampcompat.amp.scaling.exchange import model_tensor
-from ampcompat.amp.scaling.misuse import watch_more
 from ampcompat.amp.scaling.optimizer_state import follow_groups
 from ampcompat.amp.scaling.scaler import LossScaler
-from ampcompat.amp.scaling.session import Session, release_casts
+from ampcompat.amp.scaling.session import Session
+from ampcompat.amp.session_casts import begin_casts, release_casts
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -326,6 +328,9 @@ def _take_over(session: Session, objects: _Objects) -> None:
     what is not under it.
     """
     newcomers = _ids_that_come_under_amp(objects.models)
+    held = set().union(*map(_ids_held_by, objects.optimizers))
+    if not held <= newcomers:  # blocks of earlier calls may have given scaled gradients to what is not new
+        session.has_scaled = any(call.has_scaled for call in checkpoint.calls_from(state.session))
     if objects.changes:
         fsdp.apply(objects.changes)
     _cast_models(session, objects)
@@ -335,13 +340,13 @@ def _take_over(session: Session, objects: _Objects) -> None:
     for optimizer in objects.optimizers:
         if session.enabled:
             wrapped.wrap(optimizer)
-            amp_optimizer.attach(optimizer, session)
+            amp_optimizer.attach(optimizer, session, AmpOptimizerState)
         else:
             _release_optimizer(optimizer)
     follow_groups(newcomers)
     if session.enabled:
         ddp.install()
-        session.begin_casts()
+        begin_casts(session)
         if session.policy.master_weights:
             watch_torch()
         watch_modules()

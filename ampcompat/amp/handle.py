@@ -10,12 +10,14 @@ import torch
 
 from ampcompat._state import state
 from ampcompat.amp._amp_state import master_params
+from ampcompat.amp._process_optimizer import AmpOptimizerState
 from ampcompat.amp.adapters import wrapped
 from ampcompat.amp.casts.contexts import disable_casts
 from ampcompat.amp.scaling import optimizer as _optimizer
 from ampcompat.amp.scaling.scale_loss import scale_loss
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import DISABLED, Session
+from ampcompat.amp.session_casts import end_casts, switch_casts
 
 __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "master_params", "scale_loss"]
 
@@ -37,14 +39,14 @@ class AmpHandle:
 
     @_is_active.setter
     def _is_active(self, active: bool) -> None:
-        self._session.switch_casts(bool(active))
+        switch_casts(self._session, bool(active))
 
     _clear_cache = staticmethod(torch.clear_autocast_cache)
 
     def _deactivate(self) -> None:
-        self._session.end_casts()
+        end_casts(self._session)
 
-    def _adopt(self, optimizer: Any, num_loss: int) -> None:
+    def _put_under_amp(self, optimizer: Any, num_loss: int) -> None:
         """Put under amp an optimizer that no ``initialize`` was given."""
         session = self._session
         if not session.enabled:
@@ -53,10 +55,10 @@ class AmpHandle:
             session.scalers.append(LossScaler(session.properties.loss_scale, loss_id=len(session.scalers)))
         if "_amp_stash" not in vars(optimizer):
             wrapped.wrap(optimizer)
-            _optimizer.attach(optimizer, session)
+            _optimizer.attach(optimizer, session, AmpOptimizerState)
 
     def _scale_loss(self, loss: torch.Tensor, optimizer: Any, loss_id: int) -> AbstractContextManager[torch.Tensor]:
-        self._adopt(optimizer, loss_id + 1)
+        self._put_under_amp(optimizer, loss_id + 1)
         if not self._session.enabled:
             return nullcontext(loss)
         return scale_loss(loss, optimizer, loss_id)
@@ -97,12 +99,30 @@ class OptimWrapper:
         self._amp_handle = amp_handle
         self._num_loss = num_loss
         self._next = 0  # the loss id of the next block
-        amp_handle._adopt(optimizer, num_loss)
+        amp_handle._put_under_amp(optimizer, num_loss)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_optimizer":  # not yet there while a copy is made
             raise AttributeError(name)
         return getattr(self._optimizer, name)
+
+    # Beside ``__getattr__``, for subclasses: ``super().state_dict()`` does not come there.
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizer."""
+        saved: dict[str, Any] = self._optimizer.state_dict()
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of the optimizer."""
+        self._optimizer.load_state_dict(state_dict)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clear the gradients, as the optimizer does."""
+        self._optimizer.zero_grad(*args, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the optimizer."""
+        self._optimizer.add_param_group(param_group)
 
     def scale_loss(self, loss: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
         """Open a ``scale_loss`` block for this optimizer; RuntimeError after more than ``num_loss`` since the step."""

@@ -30,8 +30,8 @@ class Level:
         dtypes = (None, torch.float32, *HALF_DTYPES)
         if self.cast_model_type not in dtypes or self.patch_torch_functions_type not in dtypes:
             raise ValueError(
-                f"the level {self.brief!r} casts to another dtype - it must be one of {dtypes} - add the dtype to"
-                " HALF_DTYPES, once all that reads these can handle it."
+                f"the level {self.brief!r} casts to another dtype - it must be one of {dtypes} - add a row"
+                " for the dtype to HALF in ampcompat/_types.py; docs/architecture.md says what else it takes."
             )
 
     @property

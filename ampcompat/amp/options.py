@@ -13,6 +13,8 @@ from ampcompat._types import HALF_DTYPES
 if TYPE_CHECKING:
     from typing import TypeGuard
 
+_HALVES = ", ".join(map(str, HALF_DTYPES))
+
 
 # -- options of a level ------------------------------------------------------------------------------------------------
 def checked_option(name: str, value: object) -> Any:
@@ -30,14 +32,14 @@ def checked_option(name: str, value: object) -> Any:
 
 def _checked_model_type(value: object) -> Any:
     is_known_dtype = isinstance(value, torch.dtype) and value in (torch.float32, *HALF_DTYPES)
-    rule = "torch.float16, torch.bfloat16, torch.float32, False (no cast) or None - pass the dtype object itself"
+    rule = f"{_HALVES}, torch.float32, False (no cast) or None - pass the dtype object itself"
     _require(is_known_dtype or value is False, "cast_model_type", value, rule, TypeError)
     return value
 
 
 def _checked_function_type(value: object) -> Any:
     is_half = isinstance(value, torch.dtype) and value in HALF_DTYPES
-    rule = "torch.float16, torch.bfloat16 or None - pass the dtype object itself"
+    rule = f"{_HALVES} or None - pass the dtype object itself"
     _require(is_half, "patch_torch_functions_type", value, rule, TypeError)
     return value
 

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from ampcompat._log import say
-from ampcompat._types import HALF_DTYPES
+from ampcompat._types import HALF, HALF_DTYPES
 from ampcompat.amp._amp_state import warn_or_err
 from ampcompat.amp.levels import LEVELS, OPTIONS, refusal
 from ampcompat.amp.options import checked_option
 
-_DTYPE_NAMES = dict.fromkeys(("float16", "fp16", "half"), torch.float16)
-_DTYPE_NAMES |= dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16)
+_DTYPE_NAMES = {name: dtype for dtype, row in HALF.items() for name in row.names}
 
 
 class Properties:
@@ -69,9 +68,10 @@ def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple
         options["cast_model_type"] = half_dtype
     if options["patch_torch_functions_type"] is not None:
         options["patch_torch_functions_type"] = half_dtype
-    is_in_place_of_float16 = half_dtype == torch.bfloat16 and LEVELS[level].half_dtype != torch.bfloat16
-    if is_in_place_of_float16 and "loss_scale" not in accepted:
-        options["loss_scale"] = 1.0  # bfloat16 has float32's range: nothing to scale
+    level_may_scale = not HALF[LEVELS[level].half_dtype].has_range_of_float32
+    has_nothing_to_scale = level_may_scale and HALF[half_dtype].has_range_of_float32
+    if has_nothing_to_scale and "loss_scale" not in accepted:
+        options["loss_scale"] = 1.0
     properties = Properties()
     properties.options.update({"enabled": True, "opt_level": level, **options})
     if level_from_env and level_from_env != opt_level:

@@ -7,7 +7,7 @@ import torch
 
 from ampcompat.amp.casts.trees import map_tree
 
-__all__ = ["cached_cast", "is_fp_tensor", "is_nested", "maybe_bfloat16", "maybe_float", "maybe_half"]
+__all__ = ["cached_cast", "is_fp_tensor", "is_nested", "maybe_bfloat16", "maybe_float", "maybe_half", "type_string"]
 
 
 def is_nested(x: object) -> bool:
@@ -20,6 +20,11 @@ def is_fp_tensor(x: Any) -> bool:
     if is_nested(x):
         return all(map(is_fp_tensor, x))
     return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def type_string(x: torch.Tensor) -> str:
+    """Name the tensor type of ``x`` without its module: ``"HalfTensor"``, ``"FloatTensor"``."""
+    return x.type().split(".")[-1]
 
 
 def maybe_half(x: Any, name: str = "", verbose: bool = False) -> Any:

@@ -233,11 +233,10 @@ def _explain_line(level: Level, target: Sequence[str]) -> str:
 def _of_check(path: str) -> list[str]:
     """The command that looks for mistakes in the script, and those that it finds."""
     from ampcompat.tools.check import scan
-    from ampcompat.tools.check.config import read_config
 
     lines = [f"next: {shlex.join(['ampcompat', 'check', path])}"]
     try:
-        report = scan(path, read_config([path]))
+        report = scan(path)
     except (OSError, ValueError):
         return lines
     mistakes = [one for one in report.findings if one.kind == "trap" and one.level in ("error", "warning")]

@@ -91,18 +91,35 @@ class FP16_Optimizer:
         if self.verbose:
             say(message)
 
-    def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The half parameters, and the master of each."""
-        halves = [p for group in self.fp16_groups for p in group]
-        masters = [p for group in self.fp32_from_fp16_groups for p in group]
-        return halves, masters
+    @property
+    def all_fp16_params(self) -> list[Tensor]:
+        """The half parameters of the model, of all groups."""
+        return [p for group in self.fp16_groups for p in group]
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[Tensor]:
+        """The masters, in the order of :attr:`all_fp16_params`."""
+        return [p for group in self.fp32_from_fp16_groups for p in group]
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[Tensor]:
+        """The parameters that are float32 in the model, of all groups."""
+        return [p for group in self.fp32_from_fp32_groups for p in group]
+
+    def _master_params_to_model_params(self) -> None:
+        """Copy the masters to the model; scripts call it after they have written to masters."""
+        master_params_to_model_params(self.all_fp16_params, self.all_fp32_from_fp16_params)
+
+    def _model_grads_to_master_grads(self) -> None:
+        """Copy the model's gradients to the masters, still scaled; scripts that unscale by hand call it."""
+        model_grads_to_master_grads(self.all_fp16_params, self.all_fp32_from_fp16_params)
 
     def _master_params(self) -> list[Tensor]:
         return [p for g in self.optimizer.param_groups for p in g["params"]]
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:
         """Clear the gradients of the model's parameters and of the masters."""
-        for p in (*self._pairs()[0], *self._master_params()):
+        for p in (*self.all_fp16_params, *self._master_params()):
             if set_grads_to_None:
                 p.grad = None
             elif p.grad is not None and p.grad.grad_fn is not None:
@@ -118,15 +135,14 @@ class FP16_Optimizer:
 
     def update_master_grads(self) -> None:
         """Copy the gradients to the masters and unscale them; on an overflow leave them and set ``overflow``."""
-        halves, masters = self._pairs()
-        singles = [p for g in self.fp32_from_fp32_groups for p in g]
+        singles = self.all_fp32_from_fp32_params
         if self.dynamic_loss_scale:
-            self.overflow = self.loss_scaler.has_overflow([*halves, *singles])
+            self.overflow = self.loss_scaler.has_overflow([*self.all_fp16_params, *singles])
             if self.overflow:
                 return
-        model_grads_to_master_grads(halves, masters)
+        self._model_grads_to_master_grads()
         if self.loss_scale != 1.0:
-            for p in (*masters, *singles):
+            for p in (*self.all_fp32_from_fp16_params, *singles):
                 if p.grad is not None:
                     p.grad.mul_(1.0 / self.loss_scale)
 
@@ -158,14 +174,14 @@ class FP16_Optimizer:
             result = self.optimizer.step()
         else:
             result = self._step_with_closure(closure)
-        master_params_to_model_params(*self._pairs())
+        self._master_params_to_model_params()
         return result
 
     def _step_with_closure(self, closure: Callable[[], object]) -> object:
         def evaluate() -> Any:
             # A second call within a step: the optimizer moved the masters, and the model must see where.
             if not self.first_closure_call_this_step:
-                master_params_to_model_params(*self._pairs())
+                self._master_params_to_model_params()
             self.first_closure_call_this_step = False
             loss = closure()
             while self.overflow:
@@ -205,7 +221,7 @@ class FP16_Optimizer:
         The scaler is then of the checkpoint's generation, which one line says.
         """
         saved = [p for g in state_dict["fp32_from_fp16"] for p in g]
-        masters = self._pairs()[1]
+        masters = self.all_fp32_from_fp16_params
         if [p.shape for p in saved] != [p.shape for p in masters]:
             raise ValueError(
                 f"{len(saved)} saved masters for {len(masters)} masters here - their shapes must match one by one - "

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampcompat.fp16_utils.fp16util import to_python_float as to_python_float  # apex had it here, too
+
 
 def has_inf_or_nan(tensors: Iterable[Tensor]) -> bool:
     """Whether any value is not finite (one host sync a device)."""

@@ -1,53 +1,29 @@
-"""Scale, axpby and norms of lists of tensors, by the names of apex's extension."""
+"""Scale and axpby of lists of tensors, by the names of apex's extension.
+
+The dtypes of a list may differ, as those of ``model.state_dict().values()`` do. Integers are computed in float64,
+rounded as a cast rounds them, and are never "not finite"; half is computed in float32.
+"""
 
 from __future__ import annotations
-
-import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ampcompat import _torch
-from ampcompat.optimizers import _layerwise
-from ampcompat.optimizers._working import WorkingCopies
-
-Lists = Sequence[Sequence[Tensor]]
-
-
-def check(tensor_lists: Lists, count: int, op: str) -> None:
-    """Refuse lists that are not parallel: the fused kernels would read past the end of the shorter tensor."""
-    sizes = [len(tensors) for tensors in tensor_lists]
-    if len(sizes) != count or len(set(sizes)) > 1:
-        raise RuntimeError(f"amp_C.{op} got lists of {sizes} tensors: it takes {count} parallel lists of equal length.")
-    for index, row in enumerate(zip(*tensor_lists, strict=True)):
-        shapes = [tuple(tensor.shape) for tensor in row]
-        if len(set(shapes)) > 1:
-            raise RuntimeError(f"amp_C.{op} got shapes {shapes} at position {index} of its lists: they must be equal.")
-
-
-def _flag(noop_flag: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Set ``noop_flag`` if an element is not finite: its tensor's largest magnitude is inf or NaN then."""
-    filled = [tensor for tensor in tensors if tensor.numel()]
-    if filled:
-        finite = _layerwise.norms(filled, math.inf).isfinite().all()
-        noop_flag.copy_(torch.where(finite, noop_flag, 1))
+from ampcompat.multi_tensor_apply.lists import Lists, by_computing_dtype, parallel
+from ampcompat.multi_tensor_apply.norms import flag_non_finite, scale_to
 
 
 @torch.no_grad()
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float) -> None:
     """Set ``out = in * scale`` for the lists ``[in, out]``; flag what is not finite in ``in``.
 
+    A tensor for ``scale`` is read by the host, as apex's binding read it.
     Reproduces ``csrc/multi_tensor_scale_kernel.cu: multi_tensor_scale_cuda``.
     """
-    check(tensor_lists, 2, "multi_tensor_scale")
-    sources, targets = (list(tensors) for tensors in tensor_lists)
-    if not sources:
-        return
-    _flag(noop_flag, sources)
-    copies = WorkingCopies()
-    scaled = _torch.foreach_mul(copies.params(sources), scale)
-    _torch.foreach_copy_(targets, scaled)
+    sources, targets = parallel(tensor_lists, 2, "amp_C.multi_tensor_scale")
+    flag_non_finite(noop_flag, sources)
+    scale_to(sources, targets, scale)
 
 
 @torch.no_grad()
@@ -58,31 +34,12 @@ def multi_tensor_axpby(
 
     Reproduces ``csrc/multi_tensor_axpby_kernel.cu: multi_tensor_axpby_cuda``.
     """
-    check(tensor_lists, 3, "multi_tensor_axpby")
-    xs, ys, outs = (list(tensors) for tensors in tensor_lists)
-    if not xs:
-        return
+    xs, ys, outs = parallel(tensor_lists, 3, "amp_C.multi_tensor_axpby")
     if arg_to_check in (0, -1):
-        _flag(noop_flag, xs)
+        flag_non_finite(noop_flag, xs)
     if arg_to_check in (1, -1):
-        _flag(noop_flag, ys)
-    copies = WorkingCopies()
-    scaled = _torch.foreach_mul(copies.params(xs), a)
-    _torch.foreach_add_(scaled, _torch.foreach_mul(copies.params(ys), b))
-    _torch.foreach_copy_(outs, scaled)
-
-
-@torch.no_grad()
-def multi_tensor_l2norm(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return the L2 norm over all tensors of the list, float32 ``[1]``; with ``per_tensor`` those of each, ``[n]``.
-
-    Reproduces ``csrc/multi_tensor_l2norm_kernel.cu: multi_tensor_l2norm_cuda``.
-    """
-    check(tensor_lists, 1, "multi_tensor_l2norm")
-    tensors = list(tensor_lists[0])
-    if not tensors:
-        return noop_flag.new_zeros(1, dtype=torch.float32), noop_flag.new_zeros(0, dtype=torch.float32)
-    each = _layerwise.norms(tensors).float()
-    return torch.linalg.vector_norm(each).reshape(1), each if per_tensor else each.new_zeros(0)
+        flag_non_finite(noop_flag, ys)
+    for (x, y), out in by_computing_dtype([xs, ys], outs):
+        total = _torch.foreach_mul(x, float(a))
+        _torch.foreach_add_(total, _torch.foreach_mul(y, float(b)))
+        _torch.foreach_copy_(out, total)

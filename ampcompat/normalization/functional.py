@@ -65,22 +65,6 @@ def mixed_dtype_fused_layer_norm_affine(
     return _layer_norm(input, normalized_shape, weight, bias, eps, weight.dtype)
 
 
-class FusedLayerNormAffineFunction:
-    """The ``autograd.Function`` behind apex's layer, for scripts that call :meth:`apply` themselves."""
-
-    @staticmethod
-    def apply(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        normalized_shape: Shape,
-        eps: float = 1e-6,
-        memory_efficient: bool = False,
-    ) -> Tensor:
-        """:func:`fused_layer_norm_affine`."""
-        return fused_layer_norm_affine(input, weight, bias, normalized_shape, eps, memory_efficient)
-
-
 def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
     """RMS norm without a weight, in the dtype of ``input``; the mean square is taken in float32."""
     return _rms_norm(input, normalized_shape, None, eps, input.dtype)
@@ -104,3 +88,48 @@ def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | Non
     """RMS norm in the weight's dtype, or in float32 without a weight and for a half ``input``, as apex had it."""
     wide = torch.promote_types(input.dtype, torch.float32)
     return _rms_norm(input, normalized_shape, weight, eps, wide if weight is None else weight.dtype)
+
+
+class FusedLayerNormFunction:
+    """The ``autograd.Function`` behind apex's layer, for scripts that call :meth:`apply` themselves."""
+
+    @staticmethod
+    def apply(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
+        """:func:`fused_layer_norm`."""
+        return fused_layer_norm(input, normalized_shape, eps, memory_efficient)
+
+
+class FusedLayerNormAffineFunction:
+    """The same with weight and bias."""
+
+    @staticmethod
+    def apply(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        normalized_shape: Shape,
+        eps: float = 1e-6,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        """:func:`fused_layer_norm_affine`."""
+        return fused_layer_norm_affine(input, weight, bias, normalized_shape, eps, memory_efficient)
+
+
+class FusedRMSNormFunction:
+    """The same of RMS norms."""
+
+    @staticmethod
+    def apply(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
+        """:func:`fused_rms_norm`."""
+        return fused_rms_norm(input, normalized_shape, eps, memory_efficient)
+
+
+class FusedRMSNormAffineFunction:
+    """The same of RMS norms with a weight."""
+
+    @staticmethod
+    def apply(
+        input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+    ) -> Tensor:
+        """:func:`fused_rms_norm_affine`."""
+        return fused_rms_norm_affine(input, weight, normalized_shape, eps, memory_efficient)

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from ampcompat.normalization.functional import (
     FusedLayerNormAffineFunction,
+    FusedLayerNormFunction,
+    FusedRMSNormAffineFunction,
+    FusedRMSNormFunction,
     Shape,
     as_shape,
     fused_layer_norm,
@@ -21,7 +24,10 @@ from ampcompat.normalization.functional import (
 __all__ = [
     "FusedLayerNorm",
     "FusedLayerNormAffineFunction",
+    "FusedLayerNormFunction",
     "FusedRMSNorm",
+    "FusedRMSNormAffineFunction",
+    "FusedRMSNormFunction",
     "MixedFusedLayerNorm",
     "MixedFusedRMSNorm",
     "fused_layer_norm",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
@@ -14,9 +15,9 @@ from torch.optim.optimizer import StateDict
 from ampcompat import _torch
 from ampcompat._torch import Tensors
 from ampcompat._types import ParamGroup
-from ampcompat.optimizers._rules import Hyper, usable
+from ampcompat.multi_tensor_apply._rules import Hyper, usable
+from ampcompat.multi_tensor_apply._working import WorkingCopies, by_math_kind, math_dtype
 from ampcompat.optimizers._steps import StepCounts
-from ampcompat.optimizers._working import WorkingCopies, by_math_kind, math_dtype
 
 R = TypeVar("R")
 
@@ -88,6 +89,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     set on the optimizer; gradients are divided by ``grad_scale``, and where ``found_inf`` is not 0 the step changes
     nothing, the step count included. The count is an int in ``group["step"]``, as in apex
     (:class:`~ampcompat.optimizers._steps.StepCounts`).
+
+    Subclasses whose ``step`` is their own find in each optimizer what apex's had: the functions of
+    :mod:`ampcompat.amp_C` that it called, and ``_dummy_overflow_buf``, a flag to call them with.
     """
 
     _step_supports_amp_scaling: Any = True
@@ -115,6 +119,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.set_grad_none = set_grad_none
         self._steps = StepCounts()
         super().__init__(params, defaults)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        has_own_step = "step" in vars(cls) and not cls.__module__.startswith("ampcompat.")
+        if has_own_step:  # that step does not read `found_inf`, so that the host must look at the flag
+            cls._step_supports_amp_scaling = False
+
+    @cached_property
+    def _dummy_overflow_buf(self) -> Tensor:
+        """A flag that is not set: int32, ``[1]``, on the device of the first param. Nothing reads it."""
+        devices = (param.device for group in self.param_groups for param in group["params"])
+        return torch.zeros(1, dtype=torch.int32, device=next(devices, torch.device("cpu")))
 
     # --- what a subclass says -----------------------------------------------------------------------------------------
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from ampcompat._types import ParamGroup, Params
+from ampcompat.multi_tensor_apply._rules import adagrad_
+from ampcompat.multi_tensor_apply.updates import multi_tensor_adagrad
 from ampcompat.optimizers._base import Bucket, FusedOptimizer
-from ampcompat.optimizers._rules import adagrad_
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -29,6 +30,7 @@ class FusedAdagrad(FusedOptimizer):
     _kept = (*FusedOptimizer._kept, "adagrad_w_mode")
     _state_names = ("sum",)
     _counts_steps = False
+    multi_tensor_adagrad = staticmethod(multi_tensor_adagrad)
 
     def __init__(
         self,

@@ -8,11 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampcompat import _torch
 from ampcompat._types import ParamGroup, Params
-from ampcompat.optimizers._base import Bucket, FusedOptimizer
-from ampcompat.optimizers._layerwise import clipped, grad_norm
-from ampcompat.optimizers._rules import adam_, of_moments
-from ampcompat.optimizers._working import math_dtype
+from ampcompat.multi_tensor_apply._layerwise import clipped, grad_norm
+from ampcompat.multi_tensor_apply._rules import adam_, of_moments
+from ampcompat.multi_tensor_apply._working import math_dtype
+from ampcompat.multi_tensor_apply.capturable import (
+    multi_tensor_adam_capturable,
+    multi_tensor_adam_capturable_master,
+)
+from ampcompat.multi_tensor_apply.updates import multi_tensor_adam
+from ampcompat.optimizers._base import Bucket, FusedOptimizer, Scaling, evaluated
 
 
 class FusedAdam(FusedOptimizer):
@@ -47,6 +53,9 @@ class FusedAdam(FusedOptimizer):
     _kept = (*FusedOptimizer._kept, "adam_w_mode", "master_weights", "max_grad_norm", "eps_inside_sqrt")
     _state_names = ("exp_avg", "exp_avg_sq")
     _rule_unscales = True
+    multi_tensor_adam = staticmethod(multi_tensor_adam)
+    multi_tensor_adam_capturable = staticmethod(multi_tensor_adam_capturable)
+    multi_tensor_adam_capturable_master = staticmethod(multi_tensor_adam_capturable_master)
 
     def __init__(
         self,
@@ -75,6 +84,7 @@ class FusedAdam(FusedOptimizer):
         shared = of_moments(lr, bias_correction, betas, eps, weight_decay)
         super().__init__(params, set_grad_none, amsgrad, **shared)
 
+    @torch.no_grad()
     def step(
         self,
         closure: Callable[[], object] | None = None,
@@ -82,20 +92,44 @@ class FusedAdam(FusedOptimizer):
         output_params: object = None,
         scale: object = None,
         grad_norms: object = None,
+        **by_name: Any,
     ) -> Any:
         """Update the params; see :meth:`FusedOptimizer.step`.
 
+        Args:
+            closure: As there.
+            grads: Refused, like the next three.
+            output_params: Of the old ``apex.contrib`` FusedAdam.
+            scale: The same.
+            grad_norms: The same.
+            **by_name: ``grad_scaler``, a ``torch.amp.GradScaler``: divide by its scale, unless it has unscaled the
+                gradients already, and skip the step on the device if they overflowed. It is not named in the signature:
+                a GradScaler that finds the name there warns that it will stop passing itself.
+
         Raises:
             RuntimeError: An argument of the old ``apex.contrib`` FusedAdam was passed, as in apex; or as there.
+            TypeError: Another keyword.
         """
+        grad_scaler = by_name.pop("grad_scaler", None)
+        if by_name:
+            raise TypeError(
+                f"FusedAdam.step() got an unexpected keyword argument {next(iter(by_name))!r} - it takes a closure and"
+                " grad_scaler - leave the rest out."
+            )
         old = {"grads": grads, "output_params": output_params, "scale": scale, "grad_norms": grad_norms}
         passed = [name for name, value in old.items() if value is not None]
         if passed:
             raise RuntimeError(
                 f"FusedAdam.step() was called with {', '.join(passed)}: FusedAdam has been updated. Simply initialize "
-                "it identically to torch.optim.Adam, and call step() with no arguments; amp keeps the half params."
+                "it identically to torch.optim.Adam, and call step() with no arguments; amp keeps the half params. "
+                "apex.contrib.optimizers.FusedAdam is the one that takes them."
             )
-        return super().step(closure)
+        loss = evaluated(closure)
+        if grad_scaler is None:
+            self._make_step(self._scaling())
+        else:
+            self._make_step(Scaling.of(*_torch.found_inf_and_scale(grad_scaler, self)))
+        return loss
 
     @property
     def _decoupled(self) -> bool:

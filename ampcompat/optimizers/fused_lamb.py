@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
+from typing import ClassVar
 
 from torch import Tensor
 
 from ampcompat._types import ParamGroup, Params
+from ampcompat.multi_tensor_apply._layerwise import grad_norm, lamb_
+from ampcompat.multi_tensor_apply._rules import of_moments
+from ampcompat.multi_tensor_apply.lamb import multi_tensor_lamb
+from ampcompat.multi_tensor_apply.norms import multi_tensor_l2norm
 from ampcompat.optimizers._base import Bucket, FusedOptimizer, Scaling
-from ampcompat.optimizers._layerwise import grad_norm, lamb_
-from ampcompat.optimizers._rules import of_moments
 
 
 class FusedLAMB(FusedOptimizer):
@@ -37,6 +41,8 @@ class FusedLAMB(FusedOptimizer):
     _kept = (*FusedOptimizer._kept, "adam_w_mode", "use_nvlamb")
     _reads_whole_params = True
     _state_names = ("exp_avg", "exp_avg_sq")
+    multi_tensor_l2norm = staticmethod(multi_tensor_l2norm)
+    multi_tensor_lamb: ClassVar[Callable[..., None]] = staticmethod(multi_tensor_lamb)
 
     def __init__(
         self,

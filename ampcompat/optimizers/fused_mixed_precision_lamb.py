@@ -11,6 +11,8 @@ from torch.optim.optimizer import StateDict
 
 from ampcompat import _torch
 from ampcompat._types import ParamGroup, Params
+from ampcompat.multi_tensor_apply.lamb import multi_tensor_lamb_mp
+from ampcompat.multi_tensor_apply.norms import multi_tensor_l2norm_mp
 from ampcompat.optimizers._base import Scaling, evaluated
 from ampcompat.optimizers.fused_lamb import FusedLAMB
 
@@ -42,6 +44,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     """
 
     _kept = (*FusedLAMB._kept, "reduced_precision_dtype", "_first_step")
+    multi_tensor_l2norm = staticmethod(multi_tensor_l2norm_mp)
+    multi_tensor_lamb = staticmethod(multi_tensor_lamb_mp)
 
     def __init__(
         self,

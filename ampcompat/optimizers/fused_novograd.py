@@ -7,9 +7,10 @@ from torch import Tensor
 from torch.optim.optimizer import StateDict
 
 from ampcompat._types import ParamGroup, Params
+from ampcompat.multi_tensor_apply._layerwise import NOT_YET, novograd_
+from ampcompat.multi_tensor_apply._rules import of_moments
+from ampcompat.multi_tensor_apply.updates import multi_tensor_novograd
 from ampcompat.optimizers._base import Bucket, FusedOptimizer
-from ampcompat.optimizers._layerwise import NOT_YET, novograd_
-from ampcompat.optimizers._rules import of_moments
 
 
 class FusedNovoGrad(FusedOptimizer):
@@ -38,6 +39,7 @@ class FusedNovoGrad(FusedOptimizer):
     _reads_whole_params = True
     _state_names = ("exp_avg", "exp_avg_sq")
     _state_of_layers = frozenset({"exp_avg_sq"})
+    multi_tensor_novograd = staticmethod(multi_tensor_novograd)
 
     def __init__(
         self,

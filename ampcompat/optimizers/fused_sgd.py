@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
 from torch.optim.optimizer import required
 
 from ampcompat._types import ParamGroup, Params
+from ampcompat.multi_tensor_apply._rules import Hyper, sgd_
+from ampcompat.multi_tensor_apply.updates import multi_tensor_sgd
 from ampcompat.optimizers._base import Bucket, FusedOptimizer
-from ampcompat.optimizers._rules import Hyper, sgd_
 
 
 class FusedSGD(FusedOptimizer):
@@ -40,6 +42,7 @@ class FusedSGD(FusedOptimizer):
     _state_names = ("momentum_buffer",)
     _counts_steps = False
     _rule_unscales = True
+    multi_tensor_sgd = staticmethod(multi_tensor_sgd)
 
     def __init__(
         self,
@@ -75,6 +78,25 @@ class FusedSGD(FusedOptimizer):
             weight_decay=weight_decay,
             nesterov=nesterov,
         )
+
+    def get_momentums(self, params: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
+        """Return the momentum buffers of ``params``, made where they are missing, for a ``step`` of a subclass's own.
+
+        Reproduces ``apex/optimizers/fused_sgd.py: FusedSGD.get_momentums``.
+
+        Returns:
+            The buffers, and whether the last one was made now: ``first_run`` of ``amp_C.multi_tensor_sgd``, which takes
+            it for the whole list.
+        """
+        momentums: list[Tensor] = []
+        first_run = True
+        for param in params:
+            state = self.state[param]
+            first_run = state.get("momentum_buffer") is None
+            if first_run:
+                state["momentum_buffer"] = self._new_state("momentum_buffer", param, {})
+            momentums.append(state["momentum_buffer"])
+        return momentums, first_run
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

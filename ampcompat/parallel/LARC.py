@@ -12,9 +12,9 @@ from torch.optim.optimizer import StateDict
 
 from ampcompat import _torch
 from ampcompat._types import ParamGroup, ParamState
+from ampcompat.multi_tensor_apply._layerwise import norms
+from ampcompat.multi_tensor_apply._working import WorkingCopies, by_math_kind
 from ampcompat.optimizers._base import evaluated, refuse_unsupported
-from ampcompat.optimizers._layerwise import norms
-from ampcompat.optimizers._working import WorkingCopies, by_math_kind
 
 
 class LARC(torch.optim.Optimizer):

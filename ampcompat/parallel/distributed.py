@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ampcompat import apex_C
 from ampcompat._log import say
 from ampcompat.amp.adapters.ddp import broadcast_masters, record
 from ampcompat.parallel.reduction import Arithmetic, GradientReduction
@@ -23,6 +24,16 @@ def require_process_group(who: str) -> None:
             f"{who} without a process group - it needs torch.distributed - call "
             "torch.distributed.init_process_group(backend, ...) first, or leave the wrapper out in a single process."
         )
+
+
+def flatten(bucket: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors of one dtype and device to one vector; ``apex_C.flatten``."""
+    return apex_C.flatten(bucket)
+
+
+def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Views of the vector ``coalesced`` in the shapes of the tensors in ``bucket``; ``apex_C.unflatten``."""
+    return apex_C.unflatten(coalesced, bucket)
 
 
 def split_half_float_double(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -45,12 +56,12 @@ def apply_flat_dist_call(
             ``broadcast``.
         extra_args: Positional arguments for ``call`` after the tensor.
     """
-    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    flat = flatten(bucket)
     call(flat, *(extra_args or ()))
     if call is dist.all_reduce:
         flat /= dist.get_world_size()
-    for tensor, part in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
-        tensor.copy_(part.view_as(tensor))
+    for tensor, part in zip(bucket, unflatten(flat, bucket), strict=True):
+        tensor.copy_(part)
 
 
 def flat_dist_call(
@@ -166,6 +177,14 @@ class DistributedDataParallel(nn.Module):
         """Leave gradients local until :meth:`enable_allreduce`, or to a reduction over ``amp.master_params``."""
         self._allreduce_enabled = False
         self._follow()
+
+    def allreduce_fallback(self) -> None:
+        """Reduce all gradients that there are now, also those that a backward pass has reduced already.
+
+        For scripts that call it where :meth:`disable_allreduce` has left gradients local. All ranks must call it. One
+        host sync.
+        """
+        self._reduction.reduce_now()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -185,6 +185,12 @@ class GradientReduction:
             bucket.missing.discard(param)
             self._launch(only_full=True)
 
+    def reduce_now(self) -> None:
+        """Reduce the gradients of all parameters, outside of a backward pass, whether or not it is enabled."""
+        self._start_pass()
+        self._new = {param for param in self.module.parameters() if param.grad is not None}
+        self._end_pass()
+
     @torch.no_grad()
     def _launch(self, only_full: bool) -> None:
         for bucket in self._buckets[self._launched :]:

@@ -50,6 +50,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         fuse_relu: Apply ReLU to the result.
     """
 
+    # Of models that apex's Python build saved: its instances had neither.
+    channel_last: bool = False
+    fuse_relu: bool = False
+
     def __init__(
         self,
         num_features: int,

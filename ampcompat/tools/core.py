@@ -33,6 +33,7 @@ from ampcompat.amp.observers import observers as observers
 from ampcompat.amp.observers import observing as observing
 from ampcompat.amp.scaling import optimizer as _optimizer
 from ampcompat.amp.scaling.scaler import LossScaler as LossScaler
+from ampcompat.amp.scaling.steps import flags_of
 
 __all__ = ["HALF_DTYPES", "LEVELS", "Args", "CastsOff", "Kwargs", "LatestCall", "LossScaler"]
 __all__ += ["Master", "Numbers", "Optimizer", "ParamGroup", "SkipFlag"]
@@ -100,7 +101,7 @@ def numbers_of(scaler: LossScaler) -> Numbers:
 
 def overflowed_scalers(optimizer: Optimizer) -> list[LossScaler]:
     """In ``on_step``: the scalers of the losses whose overflow skipped the step. A host sync for each flag."""
-    flags = optimizer._amp_stash.overflows
+    flags = flags_of(optimizer._amp_stash)
     return list(dict.fromkeys(scaler for scaler, flag in flags if scaler is not None and bool(flag.item())))
 
 
@@ -135,11 +136,11 @@ class SkipFlag:
     """
 
     def __init__(self, optimizer: Optimizer, skipped: bool | None) -> None:
-        stash = optimizer._amp_stash
-        if skipped is None:
-            skipped = stash.skipped  # another observer may have asked the device meanwhile
+        steps = optimizer._amp_stash.device_steps
+        if skipped is None and not steps.undecided:  # another observer has asked the device meanwhile
+            skipped = steps.latest_skipped
         self._known = skipped
-        self._flags = [copy for _, copy in stash.undecided_steps[-1]] if skipped is None else []
+        self._flags = [copy for _, copy in steps.undecided[-1]] if skipped is None else []
 
     def arrived(self) -> bool:
         """Whether :meth:`read` need not wait."""

@@ -294,6 +294,33 @@ const std::set<std::string> WAITING = {"aten::equal", "aten::nonzero", "aten::no
                                        "aten::unique_dim", "aten::unique_consecutive", "aten::bincount"};
 const std::set<std::string> TAKES_HOST_TENSORS = {"aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_", "aten::_ctc_loss.Tensor"};
 
+// What the CPU computes and CUDA refuses, by dtype. For the ops of OpInfo (torch/testing/_internal), `dtypes` less
+// `dtypesIfCUDA`; the last row is AT_DISPATCH_FLOATING_TYPES_AND_HALF in ATen/native/cuda/AmpKernels.cu.
+const std::set<at::ScalarType> HALVES = {at::kHalf, at::kBFloat16};
+const std::set<at::ScalarType> INTEGERS = {at::kByte, at::kChar, at::kShort, at::kInt, at::kLong};
+const std::map<std::string, std::set<at::ScalarType>> LACKING = [] {
+  std::map<std::string, std::set<at::ScalarType>> lacking;
+  for (auto op : {"mm", "addmm", "bmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "vdot", "max_pool2d_with_indices", "max_pool3d_with_indices", "native_dropout_backward"})
+    lacking[op] = INTEGERS;
+  for (auto op : {"avg_pool2d", "avg_pool3d", "convolution"}) lacking[op] = {at::kLong};
+  for (auto op : {"upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa"}) lacking[op] = {at::kByte};
+  for (auto op : {"igamma", "igammac", "angle", "histc"}) lacking[op] = HALVES;
+  lacking["_amp_foreach_non_finite_check_and_unscale_"] = {at::kBFloat16};
+  return lacking;
+}();
+// Ops that torchgen's native_functions.yaml gives a kernel on the CPU and none on CUDA.
+const std::set<std::string> ON_THE_CPU_ALONE = {"aten::histogram", "aten::_histogramdd_bin_edges", "aten::_histogramdd_from_bin_cts", "aten::_histogramdd_from_bin_tensors",
+                                                "aten::_add_relu", "aten::_add_relu_", "aten::slow_conv3d_forward", "aten::mkldnn_rnn_layer",
+                                                "aten::to_mkldnn", "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_upsample_lanczos2d_aa"};
+
+// The name of `op` without its overload, its namespace, and the mark of a call in place.
+std::string plain_name(const c10::FunctionSchema& schema) {
+  std::string name = schema.name().substr(strlen("aten::"));
+  if (LACKING.count(name) || name.empty() || name.back() != '_') return name;
+  name.pop_back();
+  return name;
+}
+
 // Calls `visit(tensor)` for each tensor among the values; what it returns takes the tensor's place.
 template <class Visit>
 IValue map_tensors(const IValue& value, Visit visit) {
@@ -325,6 +352,7 @@ struct Call {
     if (!schema.overload_name().empty()) name += "." + schema.overload_name();
   }
   bool is_foreach() const { return starts_with(name, "aten::_foreach_"); }
+  bool goes_by_lists() const { return is_foreach() || starts_with(name, "aten::_amp_foreach_"); }
   bool writes(size_t argument) const {
     auto* alias = schema.arguments()[argument].alias_info();
     return alias && alias->isWrite();
@@ -348,7 +376,12 @@ struct Call {
     auto all = lists();
     std::vector<at::TensorList> views(all.begin(), all.end());
     bool may_differ_in_dtype = name == "aten::_foreach_copy_";
-    return at::native::_check_tensors_share_device_and_dtype(views, may_differ_in_dtype) && at::native::_check_tensors_share_sizes_and_strides(views);
+    return at::native::_check_tensors_share_device_and_dtype(views, may_differ_in_dtype) && at::native::_check_tensors_share_sizes_and_strides(views) && has_factor_of_its_dtype(all);
+  }
+  // One tensor for a whole list goes along with a launch if it is of the list's dtype.
+  bool has_factor_of_its_dtype(const std::vector<std::vector<Tensor>>& lists) const {
+    if (schema.overload_name() != "Tensor" || given.size() < 2 || !given[1].isTensor()) return true;
+    return lists.empty() || lists[0].empty() || lists[0][0].scalar_type() == given[1].toTensor().scalar_type();
   }
 
   // Find the device; raise where CUDA would, since tensors of two devices meet.
@@ -380,6 +413,18 @@ struct Call {
     TORCH_CHECK(other.empty(), "Expected all tensors to be on the same device, but found at least two devices, cuda:", device, " and ", other, "! (", name, ")");
   }
 
+  // Raise where CUDA has no kernel for the dtype of a tensor.
+  void check_dtypes() const {
+    auto lacking = LACKING.find(plain_name(schema));
+    if (lacking == LACKING.end()) return;
+    auto check = [&](const Tensor& tensor) {
+      if (is_there(tensor))
+        TORCH_CHECK_NOT_IMPLEMENTED(!lacking->second.count(tensor.scalar_type()), '"', schema.name(), "\" not implemented for '", c10::toString(tensor.scalar_type()), "'");
+      return tensor;
+    };
+    map_tensors(given[0], check);  // the others have its dtype, or are indices
+  }
+
   void log_kernel() const {
     if (WAITING.count(name)) host_waits(name, device);
     std::string numels;
@@ -393,7 +438,7 @@ struct Call {
       });
       if (!list.empty()) numels += (numels.empty() ? "" : ";") + list;
     }
-    log("kernel", name, device, is_foreach() && !has_fast_route() ? "slow" : "", numels);
+    log("kernel", name, device, goes_by_lists() && !has_fast_route() ? "slow" : "", numels);
   }
 
   void note_writes() const {
@@ -494,6 +539,7 @@ void any_kernel(const c10::OperatorHandle& op, Stack* stack) {
   Call call(op, Stack(stack->end() - count, stack->end()));
   stack->resize(stack->size() - count);
   call.check_devices();
+  call.check_dtypes();
   if (!call.is_view()) call.log_kernel();
   call.note_writes();
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -683,7 +729,7 @@ void register_kernels() {
   for (const auto& name : dispatcher.getAllOpNames()) {
     if (!starts_with(name.name, "aten::")) continue;
     auto op = dispatcher.findOp(name);
-    if (!op || op->hasKernelForDispatchKey(c10::DispatchKey::CUDA)) continue;
+    if (!op || op->hasKernelForDispatchKey(c10::DispatchKey::CUDA) || ON_THE_CPU_ALONE.count(name.name)) continue;
     std::string full = name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
     // For lists of tensors CUDA has kernels where the CPU goes from tensor to tensor.
     bool is_foreach = starts_with(name.name, "aten::_foreach_") && op->schema().overload_name().find("out") == std::string::npos;

@@ -6,7 +6,7 @@ from emulated_cuda import Log
 from torch import nn
 
 from ampcompat import amp, optimizers
-from ampcompat.amp.half import chunks
+from ampcompat._torch import chunks
 
 pytestmark = pytest.mark.skipif(torch.version.cuda != "emulated", reason="needs --emulate-cuda")
 
@@ -59,6 +59,19 @@ def test_no_list_is_taken_tensor_by_tensor(make, level, options):
             training.accumulated_step()
     slow = [entry for entry in log.of("kernel") if entry.is_slow and not scales_each(entry)]
     assert not slow
+
+
+@pytest.mark.parametrize("scale", ["dynamic", 128.0])
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_scale_in_bfloat16_without_masters(make, scale):
+    """CUDA's kernel that unscales takes no bfloat16, and the emulated device refuses it: float32 copies go through."""
+    training = Training("O5", MAKERS[make], master_weights=False, loss_scale=scale)
+    with Log() as log:
+        for _ in range(3):
+            training.accumulated_step()
+    slow = [entry for entry in log.of("kernel") if entry.is_slow and not scales_each(entry)]
+    assert not slow
+    assert any("_amp_foreach" in entry.name for entry in log.of("kernel"))
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])

@@ -214,6 +214,7 @@ def scalar_adam(p, m, v, g, lr, beta1, beta2, eps, scale, step, inside, correcte
 @pytest.mark.parametrize("mode", [0, 1])
 @pytest.mark.parametrize("copied", [True, False])
 def test_the_adam_extension(alias, mode, corrected, copied):
+    """In the order of its callers: the param, its copy, the moments, the gradient."""
     extension = importlib.import_module("fused_adam_cuda")
     torch.manual_seed(0)
     p, m, v = torch.randn(3, 2), torch.randn(3, 2), torch.rand(3, 2)
@@ -223,7 +224,7 @@ def test_the_adam_extension(alias, mode, corrected, copied):
         options = (0.01, 0.9, 0.99, 1e-4, 8.0, step)
         elements = zip(*(t.flatten().tolist() for t in (p, m, v, g)), strict=True)
         wanted = [scalar_adam(*one, *options, mode == 0, corrected, 0.1) for one in elements]
-        extension.adam(p, m, v, copy, g, *options, mode, corrected, 0.1)
+        extension.adam(p, copy, m, v, g, *options, mode, corrected, 0.1)
         for tensor, numbers in zip((p, m, v), zip(*wanted, strict=True), strict=True):
             # float32 against Python's double arithmetic
             torch.testing.assert_close(tensor.flatten(), torch.tensor(numbers), rtol=1e-6, atol=1e-7)
@@ -233,7 +234,7 @@ def test_the_adam_extension(alias, mode, corrected, copied):
 
 @pytest.mark.parametrize(
     ("extension", "name"),
-    [("fused_adam_cuda", "reversible_adam"), ("fused_layer_norm_cuda", "rms_forward")],
+    [("fused_adam_cuda", "reversible_adam"), ("fused_layer_norm_cuda", "group_forward")],
 )
 def test_functions_that_an_extension_lacks(alias, extension, name):
     module = importlib.import_module(extension)

@@ -8,7 +8,7 @@ from amp_training import make_step
 from internals import masters_of
 
 from ampcompat import _torch, amp
-from ampcompat.amp.half import chunks
+from ampcompat._torch import chunks
 from ampcompat.optimizers import FusedAdam, FusedSGD
 
 OPTIMIZERS = {

@@ -47,6 +47,45 @@ def test_masters_follow_a_hand_written_loop(scale):
     assert all(p.dtype is torch.float32 for g in optimizer.param_groups for p in g["params"])
 
 
+def test_scripts_write_to_masters_and_push_them():
+    """As scripts do after they have loaded masters by hand, or clipped weights: they ask by ``hasattr`` first."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 2).half(), torch.nn.LayerNorm(2))
+    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.5), verbose=False)
+    assert [id(p) for p in optimizer.all_fp16_params] == [id(p) for p in model[0].parameters()]
+    assert [id(p) for p in optimizer.all_fp32_from_fp32_params] == [id(p) for p in model[1].parameters()]
+    with torch.no_grad():
+        for master in optimizer.all_fp32_from_fp16_params:
+            master.fill_(0.1)
+    assert hasattr(optimizer, "_master_params_to_model_params")
+    optimizer._master_params_to_model_params()
+    assert all(bool((p == torch.tensor(0.1).half()).all()) for p in model[0].parameters())
+
+
+def test_scripts_unscale_by_hand():
+    """``backward(loss, update_master_grads=False)``, then the parts of ``update_master_grads`` one by one."""
+    model, optimizer = make(static_loss_scale=128.0)
+    by_hand, other = make(static_loss_scale=128.0)
+    x = torch.arange(8.0).reshape(2, 4).half() / 8
+    optimizer.backward(model(x).float().pow(2).mean())
+    other.backward(by_hand(x).float().pow(2).mean(), update_master_grads=False)
+    assert all(p.grad is None for p in other.all_fp32_from_fp16_params)
+    other._model_grads_to_master_grads()
+    for half, master in zip(other.all_fp16_params, other.all_fp32_from_fp16_params, strict=True):
+        assert torch.equal(master.grad, half.grad.float())
+        master.grad.div_(other.loss_scale)
+    optimizer.step()
+    other.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), by_hand.parameters(), strict=True))
+
+
+def test_the_lists_follow_new_groups():
+    _, optimizer = make()
+    more = torch.nn.Linear(2, 2).half()
+    optimizer.add_param_group({"params": list(more.parameters())})
+    assert optimizer.all_fp16_params[-2:] == [more.weight, more.bias]
+    assert len(optimizer.all_fp32_from_fp16_params) == 4
+
+
 def test_overflow_skips_and_says_so(capsys):
     model, optimizer = make(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0**20})
     optimizer.verbose = True

@@ -93,12 +93,6 @@ class Weight:
             self.value.grad.zero_()
         self.note()
 
-    def show(self, scale):
-        """Have the model show what its master has accumulated, where the last block has given nothing."""
-        if self.has_master and self.value.grad is not None:
-            self.leaf.grad = (self.value.grad * scale).to(self.leaf.dtype)
-            self.note()
-
     def pull(self):
         """Take the elements that somebody wrote into the model."""
         kept = self.value.to(self.leaf.dtype) == self.leaf
@@ -133,32 +127,21 @@ class Optimizer:
 
     torch: torch.optim.Optimizer
     weights: list[Weight]
-    shares: bool = False  # another one holds one of the weights
+    shared: set[Weight] = field(default_factory=set)  # another one holds these too
     flags: bool = False  # blocks of dynamic scales have looked for an overflow
     overflow: bool = False
     suspect: bool = False  # gradients that are not finite may be there
-    stepped: bool = False  # with gradients that its masters keep for others
     skipped: bool = False
 
-    def gradients(self, with_masters=True):
-        found = [w.value.grad for w in self.weights if with_masters or not w.has_master]
-        return [grad for grad in found if grad is not None]
+    def gradients(self):
+        return [weight.value.grad for weight in self.weights if weight.value.grad is not None]
 
     def clear(self):
-        self.flags = self.overflow = self.suspect = self.stepped = False
+        self.flags = self.overflow = self.suspect = False
 
     def forget_flags_of_cleared(self):
         if (self.flags or self.suspect) and not self.gradients():
             self.flags = self.overflow = self.suspect = False
-
-    def clear_stepped(self, others):
-        if self.stepped:
-            for weight in self.weights:
-                if weight.has_master:
-                    weight.forget()
-            for one in others:
-                if set(one.weights) & set(self.weights):
-                    one.stepped = False
 
     def zero_grad(self, set_to_none=True):
         self.torch.zero_grad(set_to_none)
@@ -170,29 +153,21 @@ class Optimizer:
                 weight.zero()
 
     def step(self):
-        looked_at = self.gradients(with_masters=not self.stepped) if self.suspect else []
+        looked_at = self.gradients() if self.suspect else []
         left = not all(bool(grad.isfinite().all()) for grad in looked_at)
         self.skipped = self.overflow or left
         # Then whether it skipped is not known yet, where there was a flag.
         decides_itself = bool(self.torch.defaults.get("fused")) and (self.flags or bool(looked_at))
         if not self.skipped:
-            hidden = [(w, w.value.grad) for w in self.weights if w.has_master] if self.stepped else []
-            for weight, _ in hidden:
-                weight.value.grad = None
             self.torch.step()
-            for weight, grad in hidden:
-                weight.value.grad = grad
         for weight in self.weights:
             weight.cleared = False
             weight.push()
         has_overflowed = self.suspect or self.flags
         self.suspect = has_overflowed and (decides_itself or self.skipped)
         self.flags = self.overflow = False
-        if self.shares:
-            self.stepped = True
-            return
-        for weight in self.weights:
-            if weight.has_master:
+        for weight in self.weights:  # those that others step too keep their gradients until they are cleared
+            if weight.has_master and weight not in self.shared:
                 weight.forget()
 
 
@@ -265,9 +240,8 @@ class Reference:
                 one.suspect = True
             new += [weight for weight in one.weights if weight not in known]
         for one in self.optimizers:
-            one.shares = any(
-                weight in other.weights for weight in one.weights for other in self.optimizers if other is not one
-            )
+            held_by_others = {weight for other in self.optimizers if other is not one for weight in other.weights}
+            one.shared = held_by_others.intersection(one.weights)
         return new
 
     def forward(self, number):
@@ -467,7 +441,6 @@ class Reference:
         block = Block(chosen, weights, scaler.scale, [scaler])
         scaled = self.take_pending(block)
         for one in chosen:
-            one.clear_stepped(self.optimizers)
             self.drop_cleared(one.weights)
             if not scaled:
                 one.forget_flags_of_cleared()
@@ -511,8 +484,6 @@ class Reference:
         self.drop_cleared(block.weights)
         for weight in block.weights:
             weight.leaf.grad = block.saved.get(weight)
-            if weight.leaf.grad is None:
-                weight.show(block.scale)
 
     def end(self, block, check=True):
         overflow, flags = self.unscale(block, check)
@@ -541,8 +512,7 @@ class Reference:
         for weight in scaled.weights:
             new, old = weight.leaf.grad, scaled.saved.get(weight)
             if new is None:
-                weight.leaf.grad = old if not weight.has_master else None
-                weight.show(scaled.scale)
+                weight.leaf.grad = old
                 continue
             overflow |= not bool(new.isfinite().all())
             unscaled = new.float() * inverse

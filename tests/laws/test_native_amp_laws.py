@@ -5,11 +5,11 @@ Weights are float32 at every level there: the reference runs at O0, O1 and O4. T
 
 import contextlib
 import copy
-import importlib.util
 import io
 import math
 import pprint
 import sys
+import types
 
 import law_profiles  # noqa: F401 - loads the profile
 import programs
@@ -19,33 +19,45 @@ from hypothesis import settings
 from reference_amp import Raised, Reference
 from test_training_laws import SHARED, STALE, TOGETHER, block, check, clear, step
 
-from ampcompat.tools.migrate import native_amp
+from ampcompat.tools.migrate.parts import PARTS, written
 
 LEVELS = {"O0": "O0", "O1": "O1", "O2": "O1", "O3": "O1", "O4": "O4", "O5": "O4"}
 #: Steps about master weights, and about what a script cannot ask of the file.
 LEFT_OUT = (*programs.CHANGES, "leave", "come_back", "write", "load_scaler", "save")
 
 
-def fresh():
+def fresh(parts):
     """The file as a module of its own, with a state of its own."""
-    spec = importlib.util.spec_from_file_location("native_amp", native_amp.__file__)
-    module = importlib.util.module_from_spec(spec)
+    module = types.ModuleType("native_amp")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "native_amp", module)  # dataclasses look there
-        spec.loader.exec_module(module)
+        exec(compile(written(parts), "native_amp.py", "exec"), vars(module))
     return module
+
+
+def parts_of(program):
+    """All parts of the file, or those alone that a program uses."""
+    if program.get("seed", 0) % 2 == 0:
+        return PARTS
+    blocks = [one for one in program["steps"] if one["do"] == "block"]
+    uses = {
+        "delayed_blocks": any(one["delay_unscale"] for one in blocks),
+        "checkpoints": any(one["do"] in ("snapshot", "rewind") for one in program["steps"]),
+    }
+    return [part for part, is_used in uses.items() if is_used]
 
 
 class Native:
     """A run of a program, by torch under ``native_amp.py``."""
 
-    def __init__(self, config):
-        self.config = config
+    def __init__(self, program):
+        self.config = program["config"]
+        self.parts = parts_of(program)
         self.make(seed=0)
 
     def make(self, seed):
         config = self.config
-        self.amp = fresh()
+        self.amp = fresh(self.parts)
         self.models, self.weights = programs.build(config, seed)
         self.optimizers = programs.make_optimizers(config, self.weights)
         self.amp.initialize(
@@ -80,7 +92,8 @@ class Native:
     def open_block(self, part, chosen, **more):
         loss = programs.loss_of(self.models, part)
         chosen = [self.optimizers[n] for n in chosen]
-        return self.amp.scale_loss(loss, chosen if len(chosen) > 1 else chosen[0], part["loss_id"], **more)
+        given = {name: value for name, value in more.items() if value}
+        return self.amp.scale_loss(loss, chosen if len(chosen) > 1 else chosen[0], part["loss_id"], **given)
 
     def block(self, step):
         opened = self.open_block(step, step["optimizers"], delay_unscale=step["delay_unscale"])
@@ -166,68 +179,62 @@ def refuses(native, step):
     return False
 
 
-CLEAR_ALL = {"do": "clear", "who": "all", "how": "none"}
-
-
 def run(program):
     """Run the reference, then the file, and compare what is seen after every step; return how many were taken.
 
-    The file leaves out what no script does. A program ends before a step that ``is_left_out``. Where gradients have
-    overflowed, they are not compared; before the script uses or clears them, the optimizers of these blocks skip their
-    steps, and all gradients are cleared: the file zeroes them, and remembers overflows by optimizer.
+    The file leaves out what no script does: a program ends before a step that ``is_left_out``.
     """
     config = program["config"]
     reference = Reference(config)
     expected = [reference.seen()]
     taken = []
     delayed = set()
-    overflowed = set()
-    count = 0
+    overflowed = set()  # optimizers that have gradients which are not finite of blocks of their own
+    pending = set()  # those that will skip their next step
     for one in program["steps"]:
         seen = expected[-1]
         has_gradients = any(grad is not None for grad in gradients(seen).values())
         is_lost = is_dynamic(config) and not are_finite(gradients(seen))
-        if is_left_out(one, has_gradients, is_lost, delayed, overflowed):
+        if is_left_out(one, has_gradients, is_lost, delayed, overflowed, pending):
             break
         if one["do"] == "block" and has_gradients:  # sums of three are rounded in another order
             inside = [inner for inner in one["inside"] if inner["do"] != "block"]
             one = {**one, "passes": min(one["passes"], 1), "inside": inside}
-        skips = [step(number) for number in sorted(holders(config, overflowed))]
-        for each in [*skips, CLEAR_ALL] if is_lost and one["do"] in ("step", "clear") else [one]:
-            fate = reference.take(each)
-            is_broken = is_dynamic(config) and not are_finite(reference.seen(), "weight")
-            if fate == "refused" or is_broken:
-                break
-            expected.append(reference.seen())
-            taken.append(each if fate == "taken" else None)
+        if one["do"] == "clear" and pending:  # of zeros the file does not hear: the next step is skipped
+            one = {**one, "how": "none"}
+        fate = reference.take(one)
+        is_broken = is_dynamic(config) and not are_finite(reference.seen(), "weight")
         if fate == "refused" or is_broken:
             break
-        count += 1
-        if is_dynamic(config) and are_finite(gradients(expected[-1])):
-            overflowed.clear()
-        elif one["do"] == "block":
-            overflowed |= set(one["optimizers"])
+        expected.append(reference.seen())
+        taken.append(one if fate == "taken" else None)
+        is_lost = is_dynamic(config) and not are_finite(gradients(expected[-1]))
         if one["do"] == "block":
+            pending = pending | holders(config, one["optimizers"]) if is_lost else set()
+            overflowed |= set(one["optimizers"])
             delayed -= set(one["optimizers"])
             delayed |= set(one["optimizers"] if one["delay_unscale"] else ())
         elif one["do"] == "step":
             delayed.discard(one["optimizer"])
-    native = Native(config)
+            pending.discard(one["optimizer"])
+        if not is_lost:
+            overflowed.clear()
+    native = Native(program)
     for index, (one, values) in enumerate(zip([None, *taken], expected, strict=True)):
         if one is not None:
             native.take(one)
-        is_lost = is_dynamic(config) and not are_finite(gradients(values))
-        check(index, native.seen(), {name: value for name, value in values.items() if is_compared(name, is_lost)})
-    return count
+        check(index, native.seen(), {name: value for name, value in values.items() if is_compared(name)})
+    return len(taken)
 
 
-def is_left_out(step, has_gradients, is_lost, delayed, overflowed):
+def is_left_out(step, has_gradients, is_lost, delayed, overflowed, pending):
     """Whether the file does otherwise than amp.
 
     A delayed block on top of older gradients shows the sum of both; a block that raises clears older ones; a block of
-    some of the optimizers of a delayed one ends that first; an optimizer that has non-finite gradients of another's
-    block skips its step. Gradients that are cleared while they are delayed count for the scale all the same; weights
-    that join keep their gradients; a script that edits or clips gradients which have overflowed finds its step skipped.
+    some of the optimizers of a delayed one ends that first. Gradients that are cleared while they are delayed count for
+    the scale all the same; weights that join keep their gradients. Gradients that overflowed in a block of another
+    optimizer, and were not cleared, count for a block, and are stepped with. That an overflow was cleared is seen by
+    the next block or step, but not if a backward pass outside of blocks comes before it.
     """
     if step["do"] == "block":
         chosen = set(step["optimizers"])
@@ -235,9 +242,11 @@ def is_left_out(step, has_gradients, is_lost, delayed, overflowed):
         return adds_otherwise or bool(delayed - chosen) or (is_lost and bool(chosen - overflowed))
     if step["do"] == "join":
         return has_gradients or bool(delayed)
-    if step["do"] == "clear":
-        return bool(delayed)
-    return is_lost and step["do"] in ("edit", "clip")
+    if step["do"] == "plain":
+        return bool(pending)
+    if step["do"] == "step":
+        return is_lost and step["optimizer"] not in overflowed
+    return step["do"] == "clear" and bool(delayed)
 
 
 def holders(config, optimizers):
@@ -263,9 +272,9 @@ def are_finite(seen, beginning=""):
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
-def is_compared(name, is_lost):
-    """Names that only amp has are not; nor are gradients that have overflowed."""
-    return name != "skipped" and not name.startswith("saved") and not (is_lost and "grad" in name)
+def is_compared(name):
+    """Names that only amp has are not."""
+    return name != "skipped" and not name.startswith("saved")
 
 
 def generate(seed):

@@ -388,6 +388,10 @@ TOGETHER = {
     "the same, delayed": (CONFIG, [block(0, 1, size=float("inf"), delay_unscale=True), step(1), step(0)]),
     "a step in the block of another": (SHARED, [block(0, inside=[step(1)], late=True), step(0), step(1)]),
     "the same, accumulated": (SHARED, [OF_BOTH, block(0, inside=[step(1)], late=True), step(0), step(1)]),
+    "cleared by hand, one of both has stepped": (
+        SHARED,
+        [OF_BOTH, step(1), clear("all", "none"), block(0), OF_BOTH, step(0), step(1)],
+    ),
     "cleared in the block of another": (SHARED, [OF_BOTH, block(0, inside=[CLEARED_BY_THE_OTHER]), step(0)]),
     "cleared while others wait": (SHARED, [block(0), block(0, delay_unscale=True), CLEARED_BY_THE_OTHER, step(0)]),
     "shared after an overflow": (LATER, [block(0, size=float("inf")), JOIN, step(1), step(0), OF_BOTH, step(1)]),

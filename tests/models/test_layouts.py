@@ -7,7 +7,7 @@ up without an error, in plain torch as well.
 import pytest
 import torch
 from amp_training import make_step
-from internals import masters_of
+from internals import is_due, masters_of
 from seeded import seeded
 from torch import nn
 
@@ -77,6 +77,20 @@ def transposed(model):
 MOVES = [channels_last, there_and_back, transposed]
 
 
+def takes_fused_adagrad():
+    """Whether torch has fused Adagrad on this device: on CUDA since 2.12 or 2.13, while 2.11 raises."""
+    param = torch.nn.Parameter(torch.zeros(1))
+    param.grad = torch.zeros(1)
+    optimizer = torch.optim.Adagrad([param], fused=True)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        if "`fused=True` requires" not in str(error):
+            raise
+        return False
+    return True
+
+
 @pytest.mark.cover(2)
 @pytest.mark.parametrize("when", [0, 3])
 @pytest.mark.parametrize("passes", [1, 2])
@@ -84,6 +98,8 @@ MOVES = [channels_last, there_and_back, transposed]
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 @pytest.mark.parametrize("level", LEVELS)
 def test_other_strides_train_the_same_numbers(level, make, move, passes, when):
+    if make is MAKE["Adagrad"] and not takes_fused_adagrad():
+        pytest.skip("this torch has no fused Adagrad on the device")
     ends = []
     for moves in (False, True):
         model, optimizer = started(level, make)
@@ -221,7 +237,7 @@ def test_an_rnn_is_flattened_once_for_each_cast(level):
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     half = torch.bfloat16 if level == "O5" else torch.float16
     assert model.rnn.seen == [{half}]
-    assert not any(master.half_was_written for master in masters_of(model))
+    assert not any(is_due(master) for master in masters_of(model))
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     assert model.rnn.seen == [{half}]
     plain = amp.unwrap(model)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from amp_training import make_step
 from internals import masters_by_name
-from nets import Net, batch, made, masters_agree, train
+from nets import MASTER_LEVELS, Net, batch, made, masters_agree, train
 
 from ampcompat import amp
 
@@ -63,15 +63,67 @@ def test_an_exported_state_dict_does_not_spoil_a_graph():
     masters_agree(model, optimizer)
 
 
-def test_a_write_through_it_does():
-    """As in plain torch: the graph would go backward with weights that its forward has not seen."""
-    model, optimizer = made()
-    loss = model(batch().requires_grad_()).pow(2).mean()
-    model.state_dict()["body.0.weight"].mul_(0.5)
-    model(batch())
+# -- graphs that hold half weights -------------------------------------------------------------------------------------
+def judge_and_generator(level):
+    """Two linear layers of small whole numbers, which half holds exactly, each with an optimizer."""
+    judge = torch.nn.Linear(2, 1, bias=False)
+    generator = torch.nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        judge.weight.copy_(torch.tensor([[1.0, 2.0]]))
+        generator.weight.copy_(torch.tensor([[1.0, 0.0], [2.0, 1.0]]))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in (judge, generator)]
+    return amp.initialize([judge, generator], optimizers, opt_level=level, loss_scale=256.0, verbosity=0)
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_graph_goes_backward_after_a_step_of_what_it_holds(level):
+    """GANs written for torch before 1.5, which trained under apex: the gradient is that of the weights as stepped."""
+    (judge, generator), (judges, generators) = judge_and_generator(level)
+    noise = torch.tensor([[1.0, 1.0]])
+    fake = generator(noise)
+    judged = judge(fake).sum()
+    with amp.scale_loss(judge(fake.detach()).sum(), judges) as scaled:
+        scaled.backward()
+    judges.step()  # the gradient is fake, (1, 3): the weights become (0, -1)
+    assert judge.weight.tolist() == [[0.0, -1.0]]
+    judges.zero_grad()
+    with amp.scale_loss(judged, [generators, judges]) as scaled:
+        scaled.backward()
+    (of_generator,) = amp.master_params(generators)
+    (of_judge,) = amp.master_params(judges)
+    assert of_generator.grad.tolist() == [[0.0, 0.0], [-1.0, -1.0]]
+    assert of_judge.grad.tolist() == [[1.0, 3.0]]
+    generators.step()
+    assert generator.weight.tolist() == [[1.0, 0.0], [3.0, 2.0]]
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_graph_that_is_kept_over_two_steps(level):
+    (judge, generator), (judges, generators) = judge_and_generator(level)
+    loss = judge(generator(torch.tensor([[1.0, 1.0]]))).sum()
+    for _ in range(2):
+        with amp.scale_loss(loss, [judges, generators]) as scaled:
+            scaled.backward(retain_graph=True)
+        judges.step()
+        generators.step()
+        judges.zero_grad()
+        generators.zero_grad()
+    # The judge loses (1, 3), which the graph has kept, twice. The generator's rows lose the judge's weights, first
+    # (1, 2), then (0, -1) as stepped, since the graph holds the weights themselves.
+    assert judge.weight.tolist() == [[-1.0, -4.0]]
+    assert generator.weight.tolist() == [[0.0, -1.0], [1.0, 0.0]]
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_what_a_script_writes_to_a_half_weight_still_ends_its_graphs(level):
+    """As in plain torch, and under apex: only what is pushed from masters moves no version."""
+    (judge, generator), (judges, generators) = judge_and_generator(level)
+    loss = judge(generator(torch.tensor([[1.0, 1.0]]))).sum()
+    with torch.no_grad():
+        judge.weight.mul_(2)
     with (
         pytest.raises(RuntimeError, match="modified by an inplace operation"),
-        amp.scale_loss(loss, optimizer) as scaled,
+        amp.scale_loss(loss, [judges, generators]) as scaled,
     ):
         scaled.backward()
 

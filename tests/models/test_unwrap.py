@@ -84,6 +84,15 @@ def test_fx_and_export(level):
         assert torch.equal(torch.jit.script(plain)(batch()), want)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_scripting_a_model_under_amp_says_to_unwrap_it(level):
+    model, _ = trained(level)
+    for given in (model, nn.Sequential(nn.Tanh(), model)):
+        with pytest.raises(RuntimeError, match=r"got a Net under amp - .* - script amp.unwrap\(model\)"):
+            torch.jit.script(given)
+
+
 def test_a_model_never_initialized_is_copied():
     model = Net()
     plain = amp.unwrap(model)

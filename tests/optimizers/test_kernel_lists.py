@@ -92,7 +92,7 @@ class TestHelpers:
 
     def test_devices_go_apart(self):
         with FakeTensorMode(), KernelLists() as lists:
-            written = [torch.zeros(2, device=f"cuda:{i % 2}") for i in range(4)]
+            written = [torch.zeros(2, device=device) for device in ["cpu", "cuda:0"] * 2]
             _torch.foreach_copy_(written, [tensor.half() for tensor in written])
         assert lists.mixed() == []
         assert len(lists.calls) == 2
@@ -187,6 +187,8 @@ class TestLaunches:
         params = [torch.nn.Parameter(torch.ones(2, 3, dtype=dtype)) for _ in range(count)]
         optimizer = OPTIMIZERS[name](params)
         for _ in range(2):
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # what a step sends to the host has arrived before the next
             give_gradients(params)
             if is_scaled:
                 optimizer.found_inf = torch.zeros(())

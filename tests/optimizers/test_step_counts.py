@@ -93,7 +93,7 @@ def test_leaves_out_skipped_steps(maker):
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @makers
 def test_leaves_out_steps_that_amp_skips(maker, level):
-    """Right after the step on the CPU; a device's count is shown as made until somebody asks for the exact one."""
+    """Right after the step on the CPU; a device may show the step as made until somebody asks for the exact count."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
     model, optimizer = amp.initialize(
@@ -106,7 +106,8 @@ def test_leaves_out_steps_that_amp_skips(maker, level):
         counted += shown(optimizer)
         saved += [group["step"] for group in optimizer.state_dict()["param_groups"]]
     assert saved == [1, 1, 2]
-    assert counted == ([1, 1, 2] if model.weight.is_cpu else [1, 2, 2])
+    may_show = [[1, 1, 2]] if model.weight.is_cpu else [[1, 1, 2], [1, 2, 2]]
+    assert counted in may_show
 
 
 @makers

@@ -2,10 +2,13 @@
 
 import inspect
 import itertools
+import math
 
 import pytest
 import scalar_rules
 import torch
+from real_cuda import on_real_cuda
+from seeded import randn
 
 from ampcompat import _torch
 from ampcompat.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
@@ -49,10 +52,10 @@ SHAPES = [(3, 4), (5,), (), (2, 3, 2, 2)]
 
 def make_params(dtype, seed=0):
     torch.manual_seed(seed)
-    params = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
+    params = [torch.nn.Parameter(randn(shape).to(dtype)) for shape in SHAPES]
     # One laid out unlike its gradients, one not dense, one all zeros (no trust ratio).
     params[3].data = params[3].data.to(memory_format=torch.channels_last)
-    params[1].data = torch.randn(5, 2).to(dtype)[:, 0]
+    params[1].data = randn(5, 2).to(dtype)[:, 0]
     params.append(torch.nn.Parameter(torch.zeros(3, dtype=dtype)))
     return params
 
@@ -61,7 +64,7 @@ def make_grads(params, step, skip_some=True):
     torch.manual_seed(100 + step)
     for i, p in enumerate(params):
         missing = skip_some and step % 3 == 1 and i in (0, 4)
-        grad = torch.randn(p.shape).to(p.dtype)
+        grad = randn(p.shape).to(p.dtype)
         p.grad = None if missing else grad
 
 
@@ -130,6 +133,13 @@ TOLERANCES = {
 }
 
 
+def tolerances(dtype):
+    """CUDA's fused kernels may take 1 - beta2 from a beta2 in float32, of which 0.999 leaves five digits."""
+    rtol, atol, state_tol = TOLERANCES[dtype]
+    is_wider = dtype == torch.float32 and on_real_cuda()
+    return rtol, 1e-5 if is_wider else atol, state_tol
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(("cls", "rule", "options"), CASES, ids=IDS)
 def test_agrees_with_the_scalar_rule(cls, rule, options, dtype):
@@ -144,7 +154,7 @@ def test_agrees_with_the_scalar_rule(cls, rule, options, dtype):
         reference.step()
         optimizer.step()
         assert all(g is None or torch.equal(g, p.grad) for g, p in zip(grads, params)), "gradients were changed"
-    reference.check(optimizer, *TOLERANCES[dtype])
+    reference.check(optimizer, *tolerances(dtype))
     for state in optimizer.state.values():
         assert all(value.dtype == stored_in(cls, name, dtype) for name, value in state.items())
 
@@ -152,25 +162,26 @@ def test_agrees_with_the_scalar_rule(cls, rule, options, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("cls", "rule", "options"), CASES, ids=IDS)
 def test_half_params_round_where_apexs_kernels_did(cls, rule, options, dtype):
-    """Bitwise, but for two elements in a hundred that may be off by an ulp of the largest, 2 to 4.
+    """Bitwise, but for three elements in a hundred that may be off by an ulp of the largest.
 
     The rule is computed in float32, the reference in float64: near a tie (of which 0.9 m + 0.1 g of half numbers has
     many) they round to two sides of it, and later steps carry that on.
     """
     torch.manual_seed(0)
-    p = torch.nn.Parameter(torch.randn(30, 30).to(dtype))
+    p = torch.nn.Parameter(randn(30, 30).to(dtype))
     options = {"lr": 0.05, **options}
     reference, optimizer = Reference(rule, cls, options, [{"params": [p]}]), cls([p], **options)
     for _ in range(7):
-        p.grad = torch.randn(30, 30).to(dtype)
+        p.grad = randn(30, 30).to(dtype)
         reference.step()
         optimizer.step()
     pairs = [(p, reference.values[p]), *((v, reference.state[p][k]) for k, v in optimizer.state[p].items())]
     for ours, wanted in pairs:
         off = (doubles(ours) - torch.tensor(wanted, dtype=torch.float64)).abs()
         if ours.dtype == dtype:
-            assert off.max() <= 2 * torch.finfo(dtype).eps
-            assert (off > 0).double().mean() < 0.02
+            largest = max(map(abs, wanted))
+            assert off.max() <= torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(largest))
+            assert (off > 0).double().mean() < 0.03
         else:  # float32 state of half params whose weight decay it sees
             assert off.max() <= torch.finfo(dtype).eps / 10
 
@@ -239,7 +250,7 @@ def test_larc_agrees_with_the_scalar_rule(larc, dtype):
             params[1].grad.zero_()  # no gradient at all: no rate, and no decay either
         reference.step()
         optimizer.step()
-    reference.check(optimizer, *TOLERANCES[dtype])
+    reference.check(optimizer, *tolerances(dtype))
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.02]
 
 

@@ -68,7 +68,7 @@ def test_messages_that_do_not_say_their_fix_are_on_the_page():
 
 
 def test_mistakes_that_are_warned_of_are_on_the_page():
-    from ampcompat.amp.scaling.misuse import _MISTAKES
+    from ampcompat.amp.scaling.mistakes import _MISTAKES
 
     assert [text for text in _MISTAKES.values() if not any(matches(entry, text) for entry in ENTRIES)] == []
 

@@ -1,5 +1,7 @@
 """Two gloo processes run one function; each check compares with the whole batch in a single process."""
 
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -69,6 +71,34 @@ def check_wrapper(rank):
     assert not torch.equal(*gathered)
 
 
+def check_fallback(rank):
+    """As scripts do that reduce by hand: passes of local gradients, then one reduction of their sums."""
+    mine, whole = batch()[2 * rank : 2 * rank + 2], Unused()
+    for _ in range(2):
+        whole(batch()).mean().backward()
+    for options in ({}, {"gradient_predivide_factor": 2.0}, {"delay_allreduce": True}):
+        wrapped = DistributedDataParallel(Unused(), **options)
+        wrapped(mine).mean().backward()  # a pass that reduces, by which buckets are made
+        wrapped.zero_grad()
+        wrapped.disable_allreduce()
+        for _ in range(2):
+            wrapped(mine).mean().backward()
+        wrapped.allreduce_fallback()
+        used, idle = wrapped.module.used, wrapped.module.idle
+        torch.testing.assert_close(used.weight.grad, whole.used.weight.grad)  # sums in another order
+        assert idle.weight.grad is None
+        if rank == 1:  # a parameter that one rank alone has a gradient of
+            idle.weight.grad = torch.ones_like(idle.weight)
+        used.weight.grad = None
+        wrapped.allreduce_fallback()
+        assert torch.equal(idle.weight.grad, torch.full_like(idle.weight, 0.5))
+        assert used.weight.grad is None
+        wrapped.enable_allreduce()
+        wrapped.zero_grad()
+        wrapped(mine).mean().backward()
+        torch.testing.assert_close(used.weight.grad, whole.used.weight.grad / 2)
+
+
 def check_reducer(rank):
     net = model()
     with torch.no_grad():
@@ -103,6 +133,7 @@ def check_sync_batch_norm(rank):
 CHECKS = [
     check_gradients,
     check_wrapper,
+    check_fallback,
     check_reducer,
     check_sync_batch_norm,
 ]
@@ -153,3 +184,13 @@ def test_multiproc_arguments():
     assert launch_arguments(["a.py", "-x"], 4) == ["--standalone", "--nproc_per_node=4", "a.py", "-x"]
     assert launch_arguments(["a.py", "--world-size", "2"], 8)[1] == "--nproc_per_node=2"
     assert launch_arguments(["a.py"], 0)[1] == "--nproc_per_node=1"
+
+
+def test_a_layer_that_apexs_python_build_saved():
+    """Its ``SyncBatchNorm`` had ``process_group`` and nothing else beside what batch norm has."""
+    norm = SyncBatchNorm(3)
+    for name in ("channel_last", "fuse_relu"):
+        del norm.__dict__[name]
+    loaded, x = pickle.loads(pickle.dumps(norm)), batch()
+    assert torch.equal(loaded(x), nn.BatchNorm1d(3)(x))
+    assert (loaded.channel_last, loaded.fuse_relu) == (False, False)

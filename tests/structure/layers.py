@@ -24,8 +24,9 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("casts",),
     ("half",),
     ("scaling",),
-    ("adapters",),
-    ("_initialize", "_process_optimizer", "arguments", "handle", "scaler", "utils"),
+    ("adapters", "misuse"),
+    ("_process_optimizer", "session_casts"),
+    ("_initialize", "arguments", "compat", "handle", "rnn_compat", "scaler", "utils"),
     ("frontend", "amp", "opt", "__version__"),
     ("__init__",),
 )
@@ -36,11 +37,12 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
         *("cpu_convolution", "installation", "registration", "ambience"),
     ),
     "half": (
-        *("chunks", "merging", "masters", "record", "saving", "casting"),
+        *("merging", "written", "masters", "record", "saving", "casting"),
         *("devices", "forward", "model_class", "keep_fp32", "boundary", "unwrap"),
     ),
     "scaling": (
         *(
+            "mistakes",
             "loss_scale",
             "scaler",
             "session",
@@ -49,13 +51,13 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
             "gradients",
             "exchange",
             "unscaling",
-            "optimizer_state",
         ),
         *(
-            "misuse",
             "device_steps",
+            "optimizer_state",
+            "between_blocks",
             "backward_methods",
-            "gradient_rules",
+            "block",
             "scale_loss",
             "clearing",
             "steps",
@@ -63,14 +65,15 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
         ),
         *("optimizer", "checkpoint"),
     ),
+    "misuse": ("half_gradients", "watch"),
 }
 #: Modules outside ``amp`` that every module of it may import.
 SHARED: Final = frozenset(("_state", "_torch", "_types", "_log"))
 #: Modules that hold names which legacy code imports, and little else.
 LEGACY: Final = frozenset(
     (
-        *("__version__", "_amp_state", "_initialize", "_process_optimizer", "handle"),
-        *("opt", "scaler", "utils"),
+        *("__version__", "_amp_state", "_initialize", "_process_optimizer", "compat", "handle"),
+        *("opt", "rnn_compat", "scaler", "utils"),
     )
 )
 #: What the facade, ``amp/__init__.py``, may import from ``ampcompat.tools``, inside functions only.

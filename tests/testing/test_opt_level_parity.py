@@ -4,9 +4,9 @@ import numpy
 import pytest
 import torch
 from amp_training import make_step
+from internals import observers
 
 from ampcompat import amp
-from ampcompat.amp.observers import observers
 from ampcompat.testing import assert_opt_level_parity
 
 

@@ -17,7 +17,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp.half.masters import Master
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
+from ampcompat.amp.scaling.optimizer_state import OptimizerState
 
 
 def install() -> None:
@@ -34,7 +34,7 @@ def _masters_named(
 
     torch makes state that an optimizer has not made yet by a step with a learning rate of zero, past any loss.
     """
-    stashes: list[tuple[Any, AmpOptimizerState]] = []
+    stashes: list[tuple[Any, OptimizerState]] = []
     masters: list[Master] = []
     for optimizer in optimizers:
         stash = vars(optimizer).get("_amp_stash")

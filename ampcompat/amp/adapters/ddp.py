@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat.amp.half.masters import master_of, sync_written
+from ampcompat.amp.half.masters import align_written, master_of
 from ampcompat.amp.scaling.adapter import Adapter, use
 
 
@@ -58,7 +58,7 @@ def broadcast_masters(module: torch.nn.Module, group: Any, ignored: set[str], ra
             _torch.broadcast_elements(master.value.detach(), source, group)
             master.push()
         else:
-            sync_written([master])
+            align_written([master])
 
 
 def _joined(wrapper: Any, rank: int) -> None:

@@ -57,10 +57,7 @@ class Policy(Protocol):
     """What casting needs from a model's policy, ``model._amp_policy``."""
 
     casts: Casts
-
-    @property
-    def half_dtype(self) -> torch.dtype | None:
-        """The half dtype that weights were cast to."""
+    half_dtype: torch.dtype | None  # what weights were cast to
 
 
 # -- ambient casts -----------------------------------------------------------------------------------------------------
@@ -100,18 +97,21 @@ def policies_in_force() -> list[Policy]:
 def follow_lifetime(model: torch.nn.Module) -> None:
     """End the casts that ``model`` brings into force when it is collected."""
     if model not in state.casts.models:
-        weakref.finalize(model, _model_collected).atexit = False
+        weakref.finalize(model, model_collected).atexit = False
         state.casts.models.add(model)
 
 
-def _model_collected() -> None:
+def model_collected() -> None:
     """End the ambient casts with the last model whose call cast functions.
 
     The garbage collector may call this at any time and in any thread. Where something else is in force, the next block
-    or the end of a region brings torch's state in line. Patches of torch stay until the next ``initialize``.
+    or the end of a region brings torch's state in line. While the compiler traces, nothing may change, neither
+    autocast's state nor what traced code reads of ours: the next forward or backward pass follows. Patches of torch
+    stay until the next ``initialize``.
     """
     ambience = state.casts
-    if ambience.ambient is None:
+    ambience.collected_in_trace = ambience.ambient is not None and _torch.is_tracing()
+    if ambience.ambient is None or ambience.collected_in_trace:
         return
     casts = _latest_casts()
     if not casts.same_as(ambience.ambient):
@@ -200,9 +200,10 @@ def uninstall_casting() -> None:
         ambience.patches.close()
     ambience.original = None
     ambience.ambient = None
+    ambience.collected_in_trace = False
     ambience.device_types = ()
     ambience.patches = None
-    ambience.functions.close()
+    ambience.undo_registered.close()
     installation.release()
     has_half_models = any(policy.half_dtype for policy in policies_in_force())
     if not has_half_models:
@@ -214,6 +215,8 @@ def _without_casts(engine: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(engine)
     def run(*args: object, **kwargs: object) -> T:
+        if state.casts.collected_in_trace:
+            model_collected()
         with CastsOff():
             return engine(*args, **kwargs)
 

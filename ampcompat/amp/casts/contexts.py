@@ -17,6 +17,7 @@ state of their thread (:func:`mark_switched_off`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
@@ -127,14 +128,10 @@ class ForwardCasts:
 # -- casts off ---------------------------------------------------------------------------------------------------------
 _DISABLED = "ampcompat.disabled_casts"
 
-
-def disabled_depth() -> int:
-    """Return how many :func:`disable_casts` blocks this thread is in: forwards inside stay uncast, too.
-
-    A backward body for tensors on a device runs in a thread of the autograd engine, which is in the blocks of the
-    thread that started it.
-    """
-    return _torch.stashed_in_thread(_DISABLED) or 0
+#: ``disabled_depth()`` is how many :func:`disable_casts` blocks this thread is in: forwards inside stay uncast, too. A
+#: backward body for tensors on a device runs in a thread of the autograd engine, which is in the blocks of the thread
+#: that started it.
+disabled_depth = functools.partial(_torch.stashed_in_thread, _DISABLED)
 
 
 class CastsOff:

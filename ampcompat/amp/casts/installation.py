@@ -89,11 +89,11 @@ def _is_wrapped_in_python(name: str, rule: Rule) -> bool:
 
 
 def wrap_registered() -> None:
-    """Wrap everything registered, once, until ``state.casts.functions`` is closed; the registrations stay."""
-    undo = state.casts.functions
+    """Wrap everything registered, once, until ``state.casts.undo_registered`` is closed; the registrations stay."""
+    undo = state.casts.undo_registered
     undo.close()
     _torch.keep_torch_functions_traceable(undo)
-    for module, name, rule in state.functions.values():
+    for module, name, rule in state.registered.values():
         own = getattr(module, "__dict__", {}).get(name)  # a static method must not turn into a method
         target = own if isinstance(own, staticmethod) else getattr(module, name)
         method, wrapper = wrap(target, rule)

@@ -30,7 +30,7 @@ def _register(module: object, name: str, rule: Rule) -> None:
             f"{name!r} in module {shown} is a {type(target).__name__} - what is registered must be a function or a"
             " class - check the name."
         )
-    state.functions[id(module), name] = module, name, rule
+    state.registered[id(module), name] = module, name, rule
     if state.casts.patches is not None:
         wrap_registered()
 

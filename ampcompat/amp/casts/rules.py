@@ -34,6 +34,7 @@ class Rule(Enum):
     PROMOTE = "widest argument"
     LEFT = "left side"
     UNCAST = "as given"
+    NO_BFLOAT16 = "float32 for bfloat16"
     BANNED = "half refused"
     INPLACE_BANNED = "half left side refused"
 
@@ -63,6 +64,7 @@ _RULES_OF_LISTS: Final = {
     "SEQUENCE_CASTS": Rule.PROMOTE,
     "BANNED_FUNCS": Rule.BANNED,
     "UNCAST": Rule.UNCAST,
+    "NO_BFLOAT16": Rule.NO_BFLOAT16,
 }
 
 

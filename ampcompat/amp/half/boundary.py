@@ -44,7 +44,9 @@ class BoundaryPolicy(ModelPolicy):
                 output = forward(*args, **kwargs)
         else:
             output = forward(*args, **kwargs)
-        return self._cast_output(output) if came_from_half else output
+        if self.output_dtype is None or not came_from_half:
+            return output
+        return cast_tree(output, self.output_dtype)
 
 
 def _may_come_from_half_code(inputs: list[torch.Tensor]) -> bool:

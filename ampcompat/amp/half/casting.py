@@ -8,7 +8,7 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._types import HALF_DTYPES
-from ampcompat.amp.half.masters import Master, master_of, sync_written
+from ampcompat.amp.half.masters import Master, align_written, master_of
 from ampcompat.amp.half.record import ensure_master, half_weights, masters_by_name, own_tensors, set_masters
 from ampcompat.amp.half.saving import hook, hook_added_modules, unhook
 
@@ -93,7 +93,7 @@ def _restore(module: torch.nn.Module) -> None:
         is_restored = tensor.dtype == torch.float32 and master_of(tensor) is None
         if is_restored:  # through a module that it is tied to, or by a call that failed
             continue
-        master = _synced_master(module, name, tensor)
+        master = _aligned_master(module, name, tensor)
         _cast(tensor, _exact_values(tensor, master), torch.float32)
         if master is not None:
             master.retire()
@@ -108,7 +108,7 @@ def _halve(
 ) -> None:
     """Cast the floating tensors that ``module`` itself holds to ``dtype``, and make masters of the ``trained`` ones."""
     for name, tensor in _castable_tensors(module):
-        master = _synced_master(module, name, tensor)
+        master = _aligned_master(module, name, tensor)
         leaves_memory = tensor.dtype == torch.float32 and _torch.owns_memory_alone(tensor, refcount_probe)
         exact = _exact_values(tensor, master)
         value: torch.Tensor | None = None
@@ -140,14 +140,14 @@ def _castable_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]
     return [(name, tensor) for name, tensor in own_tensors(module) if tensor.dtype in _CASTABLE]
 
 
-def _synced_master(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> Master | None:
+def _aligned_master(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> Master | None:
     """Return the master of ``tensor``, ``module``'s ``name``, with both copies equal; None if it has none."""
     master = masters_by_name(module).get(name)  # the index may have been reset since
     if master is None or master.half is not tensor:
         master = master_of(tensor)
     if master is not None:
         master.register()
-        sync_written([master])
+        align_written([master])
     return master
 
 

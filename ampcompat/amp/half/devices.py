@@ -24,9 +24,12 @@ def device_types_of(models: Iterable[torch.nn.Module]) -> set[str]:
 @_torch.eager
 def device_type_of(model: torch.nn.Module, args: tuple[object, ...] = ()) -> str:
     """Return the device type of ``model``; a model without tensors computes where its arguments are."""
-    tensor = _first_tensor(model)
-    if tensor is not None:
-        return str(tensor.device.type)
+    for module in model.modules():  # not ``model.parameters()``, which is slower
+        for param in module._parameters.values():
+            if param is not None:
+                return str(param.device.type)
+    for buffer in model.buffers():
+        return str(buffer.device.type)
     device_types = [tensor.device.type for tensor in tensors_in(args)] or state.casts.device_types
     return device_types[0] if device_types else "cpu"
 
@@ -41,12 +44,3 @@ def move_casts_to(device_type: str) -> None:
     if device_type in wanted:
         install_casting(wanted)
         set_ambient(wanted)
-
-
-def _first_tensor(model: torch.nn.Module) -> torch.Tensor | None:
-    """Return a parameter of ``model``, or a buffer of one that has none; None if it has neither."""
-    for module in model.modules():  # not ``model.parameters()``, which is slower
-        for param in module._parameters.values():
-            if param is not None:
-                return param
-    return next(model.buffers(), None)

@@ -7,7 +7,7 @@ Each model leads to its policy (``model._amp_policy``), which the dynamic subcla
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,7 +16,7 @@ from ampcompat._log import say_once
 from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES
 from ampcompat.amp._amp_state import _amp_state
-from ampcompat.amp.casts.ambience import install_casting
+from ampcompat.amp.casts.ambience import install_casting, model_collected
 from ampcompat.amp.casts.contexts import Casts, CastsOff, ForwardCasts, disabled_depth, is_decided
 from ampcompat.amp.casts.trees import cast_tree, tensors_in
 from ampcompat.amp.half.devices import device_type_of, move_casts_to
@@ -32,18 +32,26 @@ Kwargs = dict[str, object]
 
 @dataclass(eq=False)
 class ModelPolicy:
-    """How a model's forward runs, as one ``initialize`` call decided. Shared by copies; plain data when pickled."""
+    """How a model's forward runs, as one ``initialize`` call decided. Shared by copies; plain data when pickled.
+
+    Attributes:
+        opt_level: As in ``initialize``.
+        casts: Function casts inside the forward.
+        input_dtype: Weights and floating inputs are cast to it; None at O1 and O4.
+        output_dtype: Floating outputs are cast to it; None leaves them.
+        master_weights: Whether half weights have float32 masters.
+        half_dtype: The half dtype that weights were cast to; None where they stay float32.
+    """
 
     opt_level: str
-    casts: Casts  # function casts inside the forward
-    input_dtype: torch.dtype | None  # weights and floating inputs are cast to it (not at O1 and O4)
-    output_dtype: torch.dtype | None  # floating outputs are cast to it
-    master_weights: bool  # whether half weights have float32 masters
+    casts: Casts
+    input_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+    master_weights: bool
+    half_dtype: torch.dtype | None = field(init=False)
 
-    @property
-    def half_dtype(self) -> torch.dtype | None:
-        """The half dtype that weights were cast to; None where they stay float32."""
-        return self.input_dtype if self.input_dtype in HALF_DTYPES else None
+    def __post_init__(self) -> None:
+        self.half_dtype = self.input_dtype if self.input_dtype in HALF_DTYPES else None
 
     def __deepcopy__(self, memo: dict[int, object]) -> ModelPolicy:
         if self.half_dtype is not None and _amp_state.verbosity > 0:
@@ -59,7 +67,8 @@ class ModelPolicy:
         """Call ``forward(*args, **kwargs)`` of ``model`` under this policy."""
         if torch.compiler.is_compiling():
             return self._run_compiled(forward, args, kwargs)
-        if self._lacks_patches():
+        was_unpickled = self.casts.enabled and state.casts.patches is None
+        if was_unpickled:  # in a process without ``initialize``
             _torch.run_uncompiled(install_casting, [device_type_of(model)])
             return _torch.run_uncompiled(self.run, model, forward, args, kwargs)
         if state.observers:
@@ -67,7 +76,7 @@ class ModelPolicy:
         is_replica = "_amp_stamp" in model.__dict__  # made by DataParallel, in a thread of its own
         try:
             if self.half_dtype is None or is_replica:  # the original of a replica has followed its masters
-                output = self._cast_output(self._call(model, forward, args, kwargs))
+                output = self._call(model, forward, args, kwargs, self.output_dtype)
             else:
                 output = self._run_half(model, forward, args, kwargs)
         except Exception as error:
@@ -77,58 +86,52 @@ class ModelPolicy:
             notify("on_output", model, output)
         return output
 
-    def _lacks_patches(self) -> bool:
-        """Whether casts are wanted that nothing makes: a model was unpickled in a process without ``initialize``."""
-        return self.casts.enabled and state.casts.patches is None
-
-    def _cast_output(self, output: object) -> object:
-        """Cast what a forward has returned, if this policy wants it in some dtype."""
-        if self.output_dtype is None:
-            return output
-        return cast_tree(output, self.output_dtype)
-
     # -- eager ---------------------------------------------------------------------------------------------------------
     def _run_half(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         """Run a model of half weights: bring them up to date with their masters, and note that it is running."""
         running = state.casts.thread.running
-        model_around = running[-1] if running else None
+        # Of ``initialize([model, model.generator], ...)``, the generator gives the model around it half outputs.
+        is_part = bool(running) and any(part is model for part in running[-1].modules())
         running.append(model)
         try:
             if self.master_weights:
                 push_written(masters_of(model))
-            output = self._call(model, forward, args, kwargs)
+            return self._call(model, forward, args, kwargs, None if is_part else self.output_dtype)
         finally:
             running.pop()
-        # Of ``initialize([model, model.generator], ...)``, the generator gives the model around it half outputs.
-        is_part = model_around is not None and any(part is model for part in model_around.modules())
-        return output if is_part else self._cast_output(output)
 
-    def _call(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
+    def _call(
+        self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs, output_dtype: torch.dtype | None
+    ) -> object:
         """Call ``forward`` on inputs of this policy's dtype, with this policy's casts on, or all casts off."""
         if self.input_dtype is not None:
             args = cast_tree(args, self.input_dtype)
             kwargs = kwargs and cast_tree(kwargs, self.input_dtype)
-        no_policy_casts = state.casts.original is None and not self.casts.enabled
-        if no_policy_casts:  # nothing to switch off
-            return forward(*args, **kwargs)
-        casts = self._casts_for(model, args)
+        casts = None
+        if state.casts.original is not None or self.casts.enabled:  # else there is nothing to switch off
+            casts = self._casts_for(model, args)
         if casts is None:
-            return forward(*args, **kwargs)
-        with casts:
-            return forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
+        else:
+            with casts:
+                output = forward(*args, **kwargs)
+        return output if output_dtype is None else cast_tree(output, output_dtype)
 
     def _casts_for(self, model: torch.nn.Module, args: Args) -> ForwardCasts | CastsOff | None:
         """Return the context for a forward of ``model``.
 
         None inside the user's autocast region, which decides, and on a device that torch cannot autocast.
         """
+        if state.casts.collected_in_trace:
+            model_collected()
         stamp: tuple[Casts, str] | None = model.__dict__.get("_amp_stamp")
         if stamp is not None:  # a replica, which carries its casts into its thread
             casts, device_type = stamp
         else:
             casts = self.casts
             device_type = device_type_of(model, args)
-            move_casts_to(device_type)
+            if device_type not in state.casts.device_types:
+                move_casts_to(device_type)
             if disabled_depth():
                 return CastsOff()
             if state.casts.thread.regions.get(device_type):
@@ -146,7 +149,7 @@ class ModelPolicy:
         Left out is what dynamo cannot trace: checks of masters (the step makes them), observers, and the thread's
         state. Whether the script or a forward around has set casts is read from autocast's state.
         """
-        if self._lacks_patches():
+        if self.casts.enabled and state.casts.patches is None:
             # Without fullgraph, the compiler falls back to an eager forward, which installs them.
             raise RuntimeError(
                 f"A model at {self.opt_level}, unpickled in a process without amp.initialize, is compiled - the rules"
@@ -160,7 +163,8 @@ class ModelPolicy:
         if not device_types:  # the model was unpickled: no ``initialize`` has named any
             # Not the model's own device: torch 2.4 cannot trace ``parameters()`` of every model.
             device_types = tuple({tensor.device.type: None for tensor in tensors_in((args, kwargs))})
-        return self._cast_output(self._call_in_graph(device_types, forward, args, kwargs))
+        output = self._call_in_graph(device_types, forward, args, kwargs)
+        return output if self.output_dtype is None else cast_tree(output, self.output_dtype)
 
     def _call_in_graph(self, device_types: tuple[str, ...], forward: Forward, args: Args, kwargs: Kwargs) -> object:
         """Call ``forward`` with this policy's casts on ``device_types``.

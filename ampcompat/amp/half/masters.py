@@ -29,16 +29,11 @@ deepcopy, pickle                     copied                         copied
 An element differs where ``value`` does not round to what ``half`` holds: every element that no other code wrote keeps
 its low bits.
 
-Which copy was written is known, not guessed. Writes in place move a tensor's version counter, and ``half.to(...)`` its
-address. Writes through ``param.data`` move neither, so each copy has a flag: whether its ``data`` was taken, and may
-have been written. Flags end when the master is rounded into its half weight, at the latest by the next step: a write
-through an alias from before is found by :func:`sync_all` alone. A copy whose version, address and flag tell nothing is
-not looked at, and nothing here reads the device.
-
 To *push* is to round a master into its half weight, to *pull* is to take what was written to a half weight into its
-master, to *sync* is to do whichever is due. A forward only pushes (:func:`push_written`): half weights that a script
-wrote are used unchanged. A step, a save or a copy syncs (:func:`sync_written`): a weight that was written for a forward
-and written back before that keeps every bit of its master.
+master, to *align* is to do whichever is due (:mod:`ampcompat.amp.half.written`). A forward only pushes
+(:func:`push_written`): half weights that a script wrote are used unchanged. A step, a save or a copy aligns
+(:func:`align_written`): a weight that was written for a forward and written back before that keeps every bit of its
+master.
 """
 
 from __future__ import annotations
@@ -53,6 +48,7 @@ from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
 from ampcompat.amp.half.merging import merge_, merged
+from ampcompat.amp.half.written import Due, due
 
 
 class Master:
@@ -77,7 +73,7 @@ class Master:
         value_taken: Whether ``value.data`` was taken since then, or ``value`` was handed out in a state dict.
         half_taken: Whether ``half.data`` was taken since the last push. A pull keeps the flag: in
             ``p.data.copy_(model.state_dict()[name])``, ``data`` is taken, then the save pulls, and only then ``p`` is
-            written. Always True for a buffer: batch norm writes its buffers unseen, so each sync compares them.
+            written. Always True for a buffer: batch norm writes its buffers unseen, so each alignment compares them.
 
     What tells whether a script has cleared a half gradient:
 
@@ -144,36 +140,29 @@ class Master:
         return self.value._version != self.value_version
 
     @property
-    def half_was_written(self) -> bool:
-        """Whether other code wrote ``half``, or may have, so that the model's elements count.
-
-        A version that moved is surer than ``data`` that was taken. Where both copies moved, the model's elements count.
-        """
-        if self.half_has_moved:
-            return True
-        return self.half_taken and not self.value_has_moved
-
-    @property
-    def value_was_written(self) -> bool:
-        """Whether other code wrote ``value``, or may have, and the model's elements do not count."""
-        if self.half_was_written:
-            return False
-        return self.value_taken or self.value_has_moved
+    def due(self) -> Due:
+        """What makes both copies equal again."""
+        return due(
+            half_moved=self.half_has_moved,
+            value_moved=self.value_has_moved,
+            half_taken=self.half_taken,
+            value_taken=self.value_taken,
+        )
 
     def note_taken(self, tensor: torch.Tensor) -> None:
         """Note that the ``data`` of ``tensor``, one of both copies, is taken: it may be written through it.
 
-        What was written to the other copy is synced first, so that the later write is the one that counts.
+        The other copy, if it was written, is aligned first, so that the later write is the one that counts.
         """
         if not self.is_param:
             return
         if tensor is self.half:
-            if self.value_was_written:
-                sync_written([self])
+            if self.due is Due.PUSH:
+                align_written([self])
             self.half_taken = True
         else:
-            if self.half_was_written:
-                sync_written([self])
+            if self.due is Due.PULL:
+                align_written([self])
                 self.half_taken = False
             self.value_taken = True
 
@@ -201,20 +190,18 @@ class Master:
         """Undo ``model.float()``: at O2 amp decides about the dtype of the model."""
         warn_once(
             "master dtype",
-            f"A weight that amp.initialize had cast to {self.dtype} was {self.half.dtype} - at O2 the dtype of the"
-            " model is managed by amp, so the weight is cast back - take amp.unwrap(model) for a float32 copy, or"
-            " initialize again at another opt_level.",
+            f"A weight that amp.initialize had cast to {self.dtype} was {self.half.dtype} - at O2 and O5 the dtype"
+            " of the model is managed by amp, so the weight is cast back - take amp.unwrap(model) for a float32 copy,"
+            " or initialize again at another opt_level.",
         )
         exact = self.half.detach()
         _recast(self.half, self.dtype)
         self.value.copy_(merged(self.value, exact, self.dtype))
-        self.half.copy_(self.value)
-        self.note_pushed()
+        self.push()
 
-    @torch.no_grad()
     def push(self) -> None:
-        """Round the master into its half weight."""
-        self.half.copy_(self.value)
+        """Round the master into its half weight, whatever that holds."""
+        push_all([self])
         self.note_pushed()
 
     def rebind(self, half: torch.Tensor) -> None:
@@ -228,7 +215,7 @@ class Master:
 
     # -- copies --------------------------------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> Master:
-        sync_written([self])
+        align_written([self])
         # Both copies go through the memo, so that an optimizer which is copied along holds the copy's masters.
         half = copy.deepcopy(self.half, memo)
         value = copy.deepcopy(self.value, memo)
@@ -240,7 +227,7 @@ class Master:
         return clone
 
     def __reduce__(self) -> Any:
-        sync_written([self])
+        align_written([self])
         return _rebuilt, (self.half, self.value)
 
 
@@ -285,7 +272,7 @@ def master_of(tensor: torch.Tensor) -> Master | None:
 # -- keep both copies equal --------------------------------------------------------------------------------------------
 def push_written(masters: Iterable[Master]) -> None:
     """Round masters that a script wrote into their half weights, before a forward. No host sync."""
-    # As in :func:`sync_written`, but for half weights whose data was only taken: a forward uses them unchanged.
+    # As in :func:`align_written`, but for half weights whose data was only taken: a forward uses them unchanged.
     written = [
         m
         for m in masters
@@ -298,7 +285,7 @@ def push_written(masters: Iterable[Master]) -> None:
         _torch.run_untraced(_bring_up_to_date, written, False)
 
 
-def sync_written(masters: Iterable[Master]) -> None:
+def align_written(masters: Iterable[Master]) -> None:
     """Make both copies equal where a script wrote one of them, before a step, a save or a copy. No host sync."""
     # Inline, as one condition: models have thousands of masters, and nearly always none of them was written.
     written = [
@@ -321,11 +308,11 @@ def _bring_up_to_date(masters: list[Master], pulls: bool) -> None:
         return
     for master in masters:
         master.follow_module()
-    to_pull = [master for master in masters if master.half_was_written]
-    to_push = [master for master in masters if master.value_was_written]
+    to_pull = [master for master in masters if master.due is Due.PULL]
+    to_push = [master for master in masters if master.due is Due.PUSH]
     if pulls:
         pull_all(to_pull)
-    _push(to_push)
+    push_all(to_push)
 
 
 def pull_all(masters: Sequence[Master]) -> None:
@@ -336,36 +323,31 @@ def pull_all(masters: Sequence[Master]) -> None:
 
 
 @_torch.without_grad
-def _push(masters: list[Master]) -> None:
-    """Round masters that a script wrote, or may have written, into their half weights.
+def push_all(masters: Sequence[Master]) -> None:
+    """Round masters that an optimizer stepped, or a script wrote, into their half weights, in fused passes.
 
-    A half weight gets a new version where its master has one: a graph that holds it is not valid any more. Where the
-    master's ``data`` was only taken, it may not have been written at all, and graphs stay valid.
+    As under apex, which wrote through ``data``, the half weights keep their versions: a graph that holds them can still
+    go backward, as where a discriminator steps before the generator's loss, which it has judged, goes backward.
     """
     if not masters:
         return
-    halves = [m.half.detach() if m.value_has_moved else _torch.data_of(m.half) for m in masters]
-    _torch.foreach_copy_(halves, [m.value for m in masters])
+    halves = []
+    values = []
+    versions = []
     for master in masters:
-        master.note_pushed()
-
-
-@_torch.without_grad
-def push_all(masters: list[Master]) -> None:
-    """Round masters that an optimizer stepped into their half weights, in fused passes."""
-    if not masters:
-        return
-    _torch.foreach_copy_([m.half for m in masters], [m.value for m in masters])
-    # :meth:`Master.note_pushed` inline, for thousands of masters at each step; a step follows a sync, which has read
-    # their addresses.
+        halves.append(master.half)
+        values.append(master.value)
+        versions.append(master.half._version)
+    _torch.foreach_copy_(halves, values)
+    _torch.set_versions(halves, versions)
+    # :meth:`Master.note_pushed` inline, for thousands of masters at each step, without what a push does not move.
     for master in masters:
-        master.half_version = master.half._version
         master.value_version = master.value._version
         master.half_taken = not master.is_param
         master.value_taken = False
 
 
-def sync_all(masters: Sequence[Master]) -> int:
+def align_all(masters: Sequence[Master]) -> int:
     """Make both copies of each master equal, also where nothing tells that either was written.
 
     Returns:
@@ -374,9 +356,9 @@ def sync_all(masters: Sequence[Master]) -> int:
     for master in masters:
         master.follow_module()
     differ = [_differs(master) for master in masters if master.is_param]
-    to_push = [master for master in masters if master.value_was_written]
-    pull_all([master for master in masters if not master.value_was_written])
-    _push(to_push)
+    to_push = [master for master in masters if master.due is Due.PUSH]
+    pull_all([master for master in masters if master.due is not Due.PUSH])
+    push_all(to_push)
     if not differ:
         return 0
     return int(torch.stack([flag.to(differ[0].device) for flag in differ]).sum().item())

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from ampcompat import _torch
-from ampcompat.amp.half.chunks import in_chunks
 
 
 def merged(value: torch.Tensor, half: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -20,7 +19,7 @@ def merged(value: torch.Tensor, half: torch.Tensor, dtype: torch.dtype) -> torch
 @_torch.without_grad
 def merge_(values: Sequence[torch.Tensor], halves: Sequence[torch.Tensor]) -> None:
     """Write :func:`merged` of each of ``values`` and its half weight into it, in fused passes over chunks."""
-    for indices in in_chunks(halves):
+    for indices in _torch.in_chunks(halves):
         destinations = [values[index].detach() for index in indices]
         chosen = [halves[index].detach() for index in indices]
         flat_values = torch.cat([value.reshape(-1) for value in destinations])

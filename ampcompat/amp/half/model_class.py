@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -52,6 +52,13 @@ class AmpModel:
         subclass = amp_class(cls)
         args = tuple(cls if arg is subclass else arg for arg in args)
         return (rebuild, (build, args), *rest)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuse ``torch.jit.script``, which asks each module for what to compile in its place."""
+        raise RuntimeError(
+            f"torch.jit.script got a {self._amp_of.__name__} under amp - TorchScript cannot compile the casts around"
+            " its forward - script amp.unwrap(model), a plain float32 copy, or use torch.jit.trace."
+        )
 
     def _replicate_for_data_parallel(self: Any) -> Any:
         """Give DataParallel a replica, whose stamp carries the casts into its thread."""

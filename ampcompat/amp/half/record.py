@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
-from ampcompat.amp.half.masters import Master, master_of, sync_all
+from ampcompat.amp.half.masters import Master, align_all, master_of
 
 #: Where the record is: ``module.__dict__[ATTRIBUTE]``.
 ATTRIBUTE = "_amp_half_weights"
@@ -118,7 +118,7 @@ def sync_masters(model: torch.nn.Module) -> int:
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"sync_masters got {type(model).__name__} - it takes a model - pass the module.")
-    return sync_all(_masters_in(model))
+    return align_all(_masters_in(model))
 
 
 def model_param(param: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ampcompat import _torch
-from ampcompat.amp.half.masters import Master, sync_written
+from ampcompat.amp.half.masters import Master, align_written
 from ampcompat.amp.half.record import (
     ATTRIBUTE,
     HalfWeights,
@@ -92,7 +92,7 @@ def _export(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, lo
             state_dict[prefix + name] = saved.float()
             continue
         master = ensure_master(module, name)
-        sync_written([master])
+        align_written([master])
         keeps_variables = saved is tensor  # state_dict(keep_vars=True)
         if keeps_variables:
             state_dict[prefix + name] = master.value

@@ -17,9 +17,14 @@ half ops (``addmm_``) cast to the dtype of the left side. :mod:`ampcompat.amp.ca
 
 from ampcompat.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 
-__all__ = ["UNCAST", "functional_overrides", "tensor_overrides", "torch_overrides"]
+__all__ = ["NO_BFLOAT16", "UNCAST", "functional_overrides", "tensor_overrides", "torch_overrides"]
 
 #: On no list of apex: run whole, in the dtype they are given. apex is recorded to have left log1p alone, which native
 #: CUDA autocast casts. The others are made inside torch of ops that are cast, whose results do not fit what torch does
-#: next: in-place steps (logsumexp, matrix_exp), a backward formula (pinv), weight norm (norm_except_dim).
-UNCAST = ["log1p", "logsumexp", "matrix_exp", "norm_except_dim", "pinv"]
+#: next: in-place steps (logsumexp, matrix_exp), a backward formula (pinv), weight norm (norm_except_dim); or lose what
+#: apex kept, which did not see the product inside (the positions of affine_grid).
+UNCAST = ["affine_grid", "log1p", "logsumexp", "matrix_exp", "norm_except_dim", "pinv"]
+
+#: On no list of apex: run in the dtype they are given, but for bfloat16, of which torch makes no complex numbers: it is
+#: cast to float32.
+NO_BFLOAT16 = ["complex"]

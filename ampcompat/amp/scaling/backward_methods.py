@@ -11,9 +11,10 @@ from collections.abc import Callable
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp.scaling.gradients import Block, Pending, open_block_of, pending_in
+from ampcompat.amp.observers import notify
+from ampcompat.amp.scaling.gradients import OpenBlock, Pending, open_block_of, pending_in
 from ampcompat.amp.scaling.leaves import Leaves
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
+from ampcompat.amp.scaling.optimizer_state import OptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.unscaling import add_saved, save_grads, unscale_new
 
@@ -23,7 +24,7 @@ def prepare_amp_backward(optimizer: Optimizer) -> None:
 
     Outside of blocks, what the next backward pass gives is pending until ``_post_amp_backward``.
     """
-    stash: AmpOptimizerState = optimizer._amp_stash
+    stash: OptimizerState = optimizer._amp_stash
     stash.look_up(optimizer)
     block = open_block_of(stash.leaves)
     if block is not None:
@@ -42,10 +43,10 @@ def post_amp_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
     The scale does not move, and no step is skipped: the caller sees to that, by the scaler's ``update_scale()``; or, if
     a script's override called this, the enclosing block does.
     """
-    stash: AmpOptimizerState = optimizer._amp_stash
+    stash: OptimizerState = optimizer._amp_stash
     block = open_block_of(stash.leaves)
     if block is not None:
-        unscale_new(stash.leaves if stash.part is None else stash.part, scaler, block.scale)
+        unscale_new(block.part or stash.leaves, scaler, block.scale)
         return
     waiting = pending_in(stash.leaves)
     if not waiting:
@@ -54,28 +55,33 @@ def post_amp_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
         state.pending.remove(pending)
         unscale_new(pending.leaves, scaler, pending.scale)
         add_saved(pending.saved)
+    if state.observers:
+        notify("on_unscaled_by_script", optimizer)
 
 
 # -- in a block --------------------------------------------------------------------------------------------------------
-def save_or_prepare(optimizer: Optimizer, block: Block, scaled: set[int], delay: bool) -> None:
-    """Save the gradients of ``optimizer``, or call a script's own method where apex called it.
-
-    Args:
-        optimizer: One of the optimizers of ``block``.
-        block: It keeps what is saved.
-        scaled: Ids of leaves with scaled gradients, which stay.
-        delay: Whether the end of the block leaves its gradients scaled.
-    """
-    leaves: Leaves = optimizer._amp_stash.leaves
-    prepare = _override(optimizer, "_prepare_amp_backward", prepare_amp_backward)
-    if prepare is None or delay or scaled:
-        save_grads(leaves, block.saved, scaled)
-    else:
-        prepare()
+def are_replaced(optimizers: list[Optimizer]) -> bool:
+    """Whether a script has put a method of its own on one of ``optimizers``."""
+    for optimizer in optimizers:
+        prepare, post = map(vars(optimizer).get, ("_prepare_amp_backward", "_post_amp_backward"))
+        is_own = getattr(prepare, "__func__", None) is prepare_amp_backward
+        if not is_own or getattr(post, "__func__", None) is not post_amp_backward:
+            return True
+    return False
 
 
-def unscale_by_scripts(block: Block) -> tuple[bool, Leaves]:
-    """Call the ``_post_amp_backward`` of scripts.
+def save_by_scripts(block: OpenBlock) -> None:
+    """Save the gradients of ``block``: by the ``_prepare_amp_backward`` of scripts, where apex called it."""
+    for optimizer in block.optimizers:
+        prepare = _override(optimizer, "_prepare_amp_backward", prepare_amp_backward)
+        if prepare is None:
+            save_grads(optimizer._amp_stash.leaves, block.saved)
+        else:
+            prepare()
+
+
+def unscale_by_scripts(block: OpenBlock) -> tuple[bool, Leaves]:
+    """Unscale gradients of ``block`` by the ``_post_amp_backward`` of scripts.
 
     Returns:
         Whether there were new gradients for them, and the leaves of ``block`` that are left to unscale.
@@ -87,34 +93,30 @@ def unscale_by_scripts(block: Block) -> tuple[bool, Leaves]:
             overrides[optimizer] = post
     if not overrides:
         return False, block.leaves
-    scaler = block.scalers[0]
-    scaler.forget_last_pass()
+    block.scalers[0].forget_last_pass()
     left = block.leaves.ids()
     has_new_grads = False
     for optimizer, post in overrides.items():
-        stash: AmpOptimizerState = optimizer._amp_stash
-        part = stash.leaves.part(left)
+        part = optimizer._amp_stash.leaves.part(left)
         left -= part.ids()
         has_new_grads |= any(leaf.grad is not None for leaf in part.tensors())
-        _call_post(post, scaler, stash, part, block)
+        _call_post(post, block, part)
     return has_new_grads, block.leaves.part(left)
 
 
-def _call_post(
-    post: Callable[..., None], scaler: LossScaler, stash: AmpOptimizerState, part: Leaves, block: Block
-) -> None:
-    """Call a script's ``post``, and do for ``part`` what the script leaves to amp."""
-    stash.saved_grads_taken = False
-    stash.part = part
+def _call_post(post: Callable[..., None], block: OpenBlock, part: Leaves) -> None:
+    """Call a script's ``post`` for the leaves in ``part``, and do for them what the script leaves to amp."""
+    block.saved_grads_taken = False
+    block.part = part
     try:
-        post(scaler)
+        post(block.scalers[0])
     finally:
-        stash.part = None
+        block.part = None
     ids = part.ids()
     saved = {param: grad for param, grad in block.saved.items() if id(param) in ids}
     for param in saved:
         del block.saved[param]
-    if not stash.saved_grads_taken:
+    if not block.saved_grads_taken:
         add_saved(saved)
     for master in part.masters:
         master.grad_shown = master.half.grad is not None and master.value.grad is not None

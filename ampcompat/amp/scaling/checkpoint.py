@@ -47,15 +47,16 @@ def state_dict(destination: Any = None) -> Any:
 
 def scalers_from(latest: Session | None) -> list[LossScaler]:
     """The scalers of ``latest``, then those of each other call whose optimizers are alive, the later call first."""
-    calls = _calls_from(latest)
+    calls = calls_from(latest)
     if len(calls) > 1 and state.optimizers.may_hold_dropped:
         gc.collect()
         state.optimizers.may_hold_dropped = False
-        calls = _calls_from(latest)
+        calls = calls_from(latest)
     return [scaler for call in calls for scaler in call.scalers]
 
 
-def _calls_from(latest: Session | None) -> list[Session]:
+def calls_from(latest: Session | None) -> list[Session]:
+    """``latest``, then each other call whose optimizers are alive, the later one first."""
     calls = [] if latest is None else [latest]
     calls += [optimizer._amp_stash.session for optimizer in reversed(state.optimizers.listed())]
     return list(dict.fromkeys(calls))
@@ -70,7 +71,8 @@ def load_state_dict(state_dict: Mapping[str, object]) -> None:
     ``GradScaler.load_state_dict(amp._amp_state.loss_scalers[0].state_dict())``. Prints what was restored.
 
     Args:
-        state_dict: From ``amp.state_dict()``. With another number of scalers, what fits is loaded, with a message.
+        state_dict: From ``amp.state_dict()``. With more scalers than there are, or fewer than the latest call's, what
+            fits is loaded, with a message. A scale goes into a static scaler too, as under apex; a message says so.
 
     Raises:
         TypeError: Not a mapping.
@@ -92,8 +94,8 @@ def load_state_dict(state_dict: Mapping[str, object]) -> None:
         entries = [_entry(name, state_dict[name]) for name in names]
     session = state.session
     scalers = scalers_from(session)
-    if scalers or (session is not None and session.enabled):
-        _restore(entries, scalers)
+    if session is not None and (scalers or session.enabled):
+        _restore(entries, scalers, len(session.scalers))
     elif not entries:
         return
     elif session is not None:
@@ -127,7 +129,7 @@ def restore_after_initialize(session: Session) -> None:
     scalers = scalers_from(session)
     earlier = scalers[len(session.scalers) :]
     if all(_holds(scaler, entry) for scaler, entry in zip(earlier, entries, strict=False)):
-        _restore(entries, scalers)
+        _restore(entries, scalers, len(session.scalers))
     else:
         state.loaded_scalers = None
 
@@ -137,8 +139,12 @@ def _holds(scaler: LossScaler, entry: Entry) -> bool:
     return (scaler.loss_scale(), scaler._unskipped) == entry
 
 
-def _restore(entries: list[Entry], scalers: list[LossScaler]) -> None:
-    """Restore ``scalers`` from ``entries``; keep these for the next call if they are for more scalers."""
+def _restore(entries: list[Entry], scalers: list[LossScaler], of_latest_call: int) -> None:
+    """Restore ``scalers`` from ``entries``; keep these for the next call if they are for more scalers.
+
+    The first ``of_latest_call`` scalers are those that a script misses if they are not restored. An earlier call may be
+    another run: a notebook's cell that was run before, a model that is compared with the one that is resumed.
+    """
     fitting = min(len(entries), len(scalers))
     if len(entries) > fitting:
         state.loaded_scalers = entries
@@ -148,16 +154,34 @@ def _restore(entries: list[Entry], scalers: list[LossScaler]) -> None:
         )
     else:
         state.loaded_scalers = None
-        if len(scalers) > fitting:
+        if of_latest_call > fitting:
             say(
-                f"Warning: amp.load_state_dict got {len(entries)} loss scalers where there are {len(scalers)}: loading"
-                f" the first {fitting}."
+                f"Warning: amp.load_state_dict got {len(entries)} loss scalers where there are {of_latest_call}:"
+                f" loading the first {fitting}."
             )
     for scaler, (scale, unskipped) in zip(scalers, entries, strict=False):
+        remark = _of_another_kind(scaler, scale, unskipped)
         scaler._loss_scale = scale
         scaler._unskipped = unskipped
         what = f"loss scaler {scaler.loss_id}: loss_scale {scale}, unskipped {unskipped}"
-        maybe_print(f"amp.load_state_dict: restored {what}.", True)
+        maybe_print(f"amp.load_state_dict: restored {what}.{remark}", True)
+
+
+def _of_another_kind(scaler: LossScaler, scale: float, unskipped: int) -> str:
+    """Say where what was saved is of another kind of scale than ``scaler``, static or dynamic; "" where nothing tells.
+
+    apex saved no kind. A static scaler keeps its scale; a dynamic one moves it after a window of clean passes.
+    """
+    fix = "to its _loss_scale (amp._amp_state.loss_scalers) to start from that"
+    if not scaler.dynamic:
+        own = scaler.loss_scale()
+        if scale == own:
+            return ""
+        return f" This scaler is static, at {own} before: the saved one may have been dynamic - write {own} {fix}."
+    looks_static = scale == 1.0 or unskipped >= scaler._scale_seq_len
+    if not looks_static:
+        return ""
+    return f" This scaler is dynamic, and the saved one looks static - write 2.0**16 {fix}."
 
 
 def _entry(name: str, parts: object) -> Entry:

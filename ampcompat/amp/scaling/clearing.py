@@ -15,15 +15,15 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import Master, master_of
-from ampcompat.amp.scaling.gradient_rules import note_cleared
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
+from ampcompat.amp.scaling.between_blocks import note_cleared
+from ampcompat.amp.scaling.optimizer_state import OptimizerState
 from ampcompat.amp.scaling.unscaling import drop_cleared
 
 
 @_torch.eager
 def clear_by_optimizer(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Clear gradients as asked: of masters, by the ``original`` method, and with them those of the model."""
-    stash: AmpOptimizerState = optimizer._amp_stash
+    stash: OptimizerState = optimizer._amp_stash
     stash.look_up(optimizer)
     masters = stash.leaves.masters
     if masters:
@@ -32,10 +32,10 @@ def clear_by_optimizer(optimizer: Optimizer, original: Callable[..., Any], *args
     if masters:
         asked_for_zeros = (args and args[0] is False) or kwargs.get("set_to_none") is False
         _clear_half_gradients(masters, bool(asked_for_zeros))
-    if stash.shares or state.open_blocks or state.pending:
+    if stash.shared or state.open_blocks or state.pending:
         note_cleared(stash.leaves.ids())
     else:
-        stash.note_cleared()
+        stash.forget_overflows()
 
 
 @_torch.without_grad

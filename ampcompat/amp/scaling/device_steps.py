@@ -8,16 +8,81 @@ copies have arrived; ``amp.step_was_skipped`` waits for them. apex read a flag a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
+
+import torch
 
 from ampcompat import _torch
 from ampcompat._types import Optimizer
 from ampcompat.amp._amp_state import maybe_print
-from ampcompat.amp.scaling.gradients import Overflow
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState, FlagCopy
 from ampcompat.amp.scaling.scaler import LossScaler
 
 R = TypeVar("R")
+
+
+class StepFlag(NamedTuple):
+    """A flag that skips a step if it is set.
+
+    Attributes:
+        scaler: The scaler of the block that found it; None where the step looked at gradients that an earlier overflow
+            may have left.
+        flag: 0-dim float32 tensor on a device, not 0 if it is set.
+    """
+
+    scaler: LossScaler | None
+    flag: torch.Tensor
+
+
+#: The scaler of such a flag; and the flag and the scale to name, both while they are copied to the host.
+FlagCopy = tuple[LossScaler | None, _torch.HostCopy]
+
+
+class DeviceSteps:
+    """The steps of one optimizer that its device decided about.
+
+    Attributes:
+        undecided: Flags of the steps that the host does not know the outcome of, oldest first.
+        latest_skipped: Whether the latest of the other ones was skipped; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.undecided: list[list[FlagCopy]] = []
+        self.latest_skipped: bool | None = None
+
+    def step(self, optimizer: Optimizer, flags: list[StepFlag], step: Callable[[], R]) -> R:
+        """Step with ``flags`` lent to the optimizer, and start their copies to the host."""
+        optimizer.grad_scale = None
+        optimizer.found_inf = _torch.any_of([flag for _, flag in flags])
+        try:
+            result = step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+        copies: list[FlagCopy] = []
+        for scaler, flag in flags:
+            scale = flag if scaler is None else scaler.scale_after_back_off()
+            copies.append((scaler, _torch.HostCopy([flag, scale])))
+        self.undecided.append(copies)
+        return result
+
+    def report_arrived(self) -> None:
+        """Say which steps were skipped, as far as their flags have reached the host."""
+        while self.undecided and all(copied.arrived() for _, copied in self.undecided[0]):
+            self._report(self.undecided.pop(0))
+
+    def report_all(self) -> None:
+        """Say which steps were skipped. A host sync where flags have not reached the host."""
+        while self.undecided:
+            self._report(self.undecided.pop(0))
+
+    def _report(self, flags: list[FlagCopy]) -> None:
+        """Read the flags of one step, and say so if it was skipped."""
+        overflowed: list[tuple[LossScaler | None, float]] = []
+        for scaler, copied in flags:
+            flag, scale = copied.read()
+            if flag:
+                overflowed.append((scaler, scale))
+        self.latest_skipped = bool(overflowed)
+        announce(overflowed)
 
 
 @_torch.eager
@@ -36,48 +101,6 @@ def skips_on_device(optimizer: Optimizer) -> bool:
             if param.grad is not None and optimizer.state.get(param, {}).get("momentum_buffer") is None:
                 return False
     return True
-
-
-def step_with_flags(optimizer: Optimizer, stash: AmpOptimizerState, flags: list[Overflow], step: Callable[[], R]) -> R:
-    """Step with ``flags`` lent to the optimizer, and start their copies to the host."""
-    optimizer.grad_scale = None
-    optimizer.found_inf = _torch.any_of([flag for _, flag in flags])
-    try:
-        result = step()
-    finally:
-        del optimizer.grad_scale, optimizer.found_inf
-    copies: list[FlagCopy] = []
-    for scaler, flag in flags:
-        scale = flag if scaler is None else scaler.scale_after_back_off()
-        copies.append((scaler, _torch.HostCopy([flag, scale])))
-    stash.undecided_steps = [*stash.undecided_steps, copies]
-    return result
-
-
-# -- what it has decided -----------------------------------------------------------------------------------------------
-def report_arrived(stash: AmpOptimizerState) -> None:
-    """Say which earlier steps the device skipped, as far as their flags have reached the host."""
-    while stash.undecided_steps and all(copied.arrived() for _, copied in stash.undecided_steps[0]):
-        _report(stash, stash.undecided_steps.pop(0))
-
-
-def report_all(stash: AmpOptimizerState) -> None:
-    """Say which earlier steps the device skipped. A host sync where flags have not reached the host."""
-    while stash.undecided_steps:
-        _report(stash, stash.undecided_steps.pop(0))
-
-
-def _report(stash: AmpOptimizerState, flags: list[FlagCopy]) -> None:
-    """Read the flags of one step, the oldest that was undecided, and say so if it was skipped."""
-    overflowed: list[tuple[LossScaler | None, float]] = []
-    for scaler, copied in flags:
-        flag, scale = copied.read()
-        if flag:
-            overflowed.append((scaler, scale))
-    is_last = not stash.undecided_steps
-    if is_last and stash.skipped is None:
-        stash.skipped = bool(overflowed)
-    announce(overflowed)
 
 
 def announce(overflowed: list[tuple[LossScaler | None, float]]) -> None:

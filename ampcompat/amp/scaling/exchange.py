@@ -31,26 +31,26 @@ def inner_optimizers(optimizer: object) -> list[Any]:
     return holders[1:]
 
 
-def adopt_masters(optimizer: Optimizer, session: Session) -> list[Master]:
+def put_masters_into(optimizer: Optimizer, session: Session) -> list[Master]:
     """Put the masters of half weights into the groups of ``optimizer``, as ``session`` wants it; return them.
 
     As in apex (``apex/amp/_process_optimizer.py: lazy_init_with_master_weights``).
     """
     masters: dict[Master, None] = {}
 
-    def adopted(param: torch.Tensor) -> torch.Tensor:
+    def exchanged(param: torch.Tensor) -> torch.Tensor:
         master = _master_to_step(param, session)
         if master is None:
             return model_tensor(param)
         masters[master] = None
         return master.value
 
-    _exchange_params(optimizer, adopted)
+    _exchange_params(optimizer, exchanged)
     return list(masters)
 
 
 def give_back_params(optimizer: Optimizer) -> None:
-    """Undo :func:`adopt_masters`: ``optimizer`` holds the model's own tensors again."""
+    """Undo :func:`put_masters_into`: ``optimizer`` holds the model's own tensors again."""
     _exchange_params(optimizer, model_tensor)
 
 

@@ -31,10 +31,10 @@ class Leaves:
         """The ids of the model's tensors."""
         return set(map(id, self.tensors()))
 
-    def gradients(self, with_masters: bool = True) -> list[torch.Tensor]:
+    def gradients(self) -> list[torch.Tensor]:
         """The gradients that a step uses: of masters, and of tensors without one."""
-        stepped = [master.value for master in self.masters] if with_masters else []
-        return [tensor.grad for tensor in (*stepped, *self.direct) if tensor.grad is not None]
+        stepped = [*[master.value for master in self.masters], *self.direct]
+        return [tensor.grad for tensor in stepped if tensor.grad is not None]
 
     def part(self, ids: set[int]) -> Leaves:
         """The leaves among these whose ids are in ``ids``."""

@@ -1,11 +1,13 @@
-"""How a loss scale moves after each backward pass: one pure function.
+"""A loss scale that moves: it multiplies a loss, divides gradients, and finds out whether they overflowed.
 
-apex did the same in ``apex/amp/scaler.py: LossScaler.update_scale``, on the host.
+This is all that a step needs of a scaler; ``scaler.LossScaler`` adds apex's names. apex moved the scale on the host
+(``apex/amp/scaler.py: LossScaler.update_scale``).
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -18,13 +20,14 @@ FLOOR = 2.0**-24
 #: The largest power of two that float32 holds: a scale that reaches inf can never back off.
 CEILING = 2.0**127
 
-Number = TypeVar("Number", float, torch.Tensor)
+_DTYPE = attrgetter("dtype")
+_DEVICE_AND_DTYPE = attrgetter("device", "dtype")
 
 
 def next_scale(
-    scale: Number,
-    clean_passes: Number,
-    found_inf: Number,
+    scale: torch.Tensor,
+    clean_passes: torch.Tensor,
+    found_inf: torch.Tensor,
     *,
     growth_factor: float,
     backoff_factor: float,
@@ -32,11 +35,11 @@ def next_scale(
     smallest: float,
     largest: float,
     is_within_limits: bool = False,
-) -> tuple[Number, Number]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scale and the count of clean passes that follow a backward pass. No host sync.
 
     Args:
-        scale: A number, or a 0-dim float32 tensor. No argument is changed.
+        scale: A 0-dim float32 tensor. No argument is changed.
         clean_passes: How many passes in a row had no overflow since the scale moved; a 0-dim int32 tensor next to
             ``scale``.
         found_inf: Not 0 if the pass overflowed; a 0-dim float32 tensor next to ``scale``.
@@ -45,20 +48,205 @@ def next_scale(
         growth_interval: Clean passes before growth.
         smallest: The limit of back-off.
         largest: The limit of growth.
-        is_within_limits: The caller knows that a tensor ``scale`` lies between the limits: one kernel then does what
-            takes six kernels for a scale that a script wrote past a limit, which stays there until it moves.
+        is_within_limits: The caller knows that ``scale`` lies between the limits: one kernel then does what takes six
+            kernels for a scale that a script wrote past a limit, which stays there until it moves.
     """
-    if isinstance(scale, torch.Tensor):
-        moved, counted = _torch.updated_scale(
-            scale, clean_passes, found_inf, growth_factor, backoff_factor, growth_interval
+    moved, counted = _torch.updated_scale(
+        scale, clean_passes, found_inf, growth_factor, backoff_factor, growth_interval
+    )
+    if is_within_limits:
+        return moved.clamp_(smallest, largest), counted
+    moved = torch.where(moved > scale, moved.clamp(max=largest), moved)
+    moved = torch.where(moved < scale, moved.clamp(min=smallest), moved)
+    return moved, counted
+
+
+class DelayedPasses:
+    """Backward passes that have left a scale alone; its next transition counts them.
+
+    Attributes:
+        found_inf: The flag that tells whether any of them overflowed.
+        are_decided: Whether the script itself decides about their steps: it has called ``update_scale()``.
+    """
+
+    def __init__(self, found_inf: torch.Tensor) -> None:
+        self.found_inf = found_inf
+        self.are_decided = False
+
+
+class MovingScale:
+    """A scale, its growth and its back-off; kept on the device of the losses and updated there without a host sync.
+
+    An overflow flag is a 0-dim float32 tensor on a device, not 0 after an overflow.
+
+    Attributes:
+        scale: 0-dim float32, made with the first loss; None before. Each move makes a new tensor, since an open block
+            unscales by the one that it has scaled by.
+        clean_passes: 0-dim int32 next to ``scale``: passes since the scale moved. None before the first loss.
+        written_scale: What the host wrote last: the first scale, and the truth of a scale that does not move.
+        written_clean_passes: What the host wrote last as ``clean_passes``, or has counted before the first loss.
+        is_dynamic: Whether the scale moves. A static scale only counts passes.
+        growth_factor: What the scale is multiplied by after enough clean passes.
+        backoff_factor: What the scale is multiplied by after an overflow.
+        growth_interval: Clean passes before growth.
+        smallest: The limit of back-off.
+        largest: The limit of growth.
+        last_pass: The flag of the last backward pass.
+        delayed: The passes since the last transition that have left the scale alone; None: there are none.
+    """
+
+    def __init__(self, growth_factor: float) -> None:
+        self.scale: torch.Tensor | None = None
+        self.clean_passes: torch.Tensor | None = None
+        self.written_scale = 1.0
+        self.written_clean_passes = 0
+        self.is_dynamic = False
+        self.growth_factor = growth_factor
+        self.backoff_factor = 1.0 / growth_factor
+        self.growth_interval = WINDOW
+        self.smallest = FLOOR
+        self.largest = CEILING
+        self.last_pass: torch.Tensor | None = None
+        self.delayed: DelayedPasses | None = None
+        self._found_inf: dict[torch.device, torch.Tensor] = {}  # of gradients unscaled since the last transition
+
+    @property
+    def is_one(self) -> bool:
+        """Whether the scale is 1 and never moves: then blocks need not touch gradients. No host sync."""
+        return not self.is_dynamic and self.written_scale == 1.0
+
+    # -- the loss ------------------------------------------------------------------------------------------------------
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """``loss.float() * scale``, on the device of ``loss``, of any shape; no host sync."""
+        scale = self.made_on(loss.device)
+        if scale.device != loss.device:
+            scale = scale.to(loss.device, non_blocking=True)
+        return loss.float() * scale
+
+    def made_on(self, device: torch.device) -> torch.Tensor:
+        """The current scale; its tensors are made on ``device`` if there are none yet."""
+        if self.scale is None:
+            self.scale = torch.full((), self.written_scale, dtype=torch.float32, device=device)
+            self.clean_passes = torch.full((), self.written_clean_passes, dtype=torch.int32, device=device)
+        return self.scale
+
+    def scale_on(self, device: torch.device | None = None) -> torch.Tensor:
+        """The current scale as a 0-dim float32 tensor on ``device``, or where it is; no host sync."""
+        if self.scale is None:
+            return torch.full((), self.written_scale, dtype=torch.float32, device=device or "cpu")
+        return self.scale if device is None else self.scale.to(device, non_blocking=True)
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+    def unscale_grads(self, grads: Any, scale: torch.Tensor | None = None) -> None:
+        """Multiply ``grads``, dense tensors of any device and dtype, in place by 1 / scale; note any inf or NaN.
+
+        ``scale`` is what they were scaled by (0-dim float32), where that may not be the current scale. No host sync.
+        """
+        alike = len(set(map(_DTYPE, grads))) == 1 and len(set(map(torch.Tensor.get_device, grads))) == 1
+        if not alike:  # no gradients, or one kernel call for each device and dtype
+            for kind in dict.fromkeys(map(_DEVICE_AND_DTYPE, grads)):
+                self.unscale_grads([grad for grad in grads if _DEVICE_AND_DTYPE(grad) == kind], scale)
+            return
+        device = grads[0].device
+        if grads[0].is_complex():
+            grads = [torch.view_as_real(grad) for grad in grads]
+        if scale is None:
+            scale = self.made_on(device)
+        if scale.device != device:
+            scale = scale.to(device, non_blocking=True)
+        found_inf = self._found_inf.get(device)
+        if found_inf is None:
+            found_inf = scale.new_full((), 0.0)
+            self._found_inf[device] = found_inf
+        _torch.unscale_and_check_(grads, found_inf, _torch.inverse_of(scale))
+
+    def take_found_inf(self) -> torch.Tensor | None:
+        """The flag of the gradients unscaled since the last transition, which is forgotten; None where none were."""
+        flags = list(self._found_inf.values())
+        self._found_inf = {}
+        return _torch.any_of(flags) if flags else None
+
+    def add_found_inf(self, flag: torch.Tensor) -> None:
+        """Count ``flag``, a 0-dim float32 tensor, among those of gradients unscaled since the last transition."""
+        earlier = self._found_inf.get(flag.device)
+        self._found_inf[flag.device] = flag if earlier is None else torch.maximum(flag, earlier)
+
+    def forget_found_inf(self) -> None:
+        """Forget overflows of a backward pass that is given up."""
+        self._found_inf = {}
+
+    # -- the transition ------------------------------------------------------------------------------------------------
+    def adjust(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
+        """Make the transition for a backward pass: back off, or grow, or only count; no host sync.
+
+        While a CUDA graph is captured the tensors change in place, since each replay begins with those of the capture.
+
+        Args:
+            found_inf: The flag of the pass, of :meth:`take_found_inf`; None where no gradient was unscaled.
+
+        Returns:
+            The flag for the step, which must be skipped if it is set; None for a static scale, which never skips.
+        """
+        flag = self.note_pass(found_inf)
+        if not self.is_dynamic:
+            self.count_clean_pass()
+            return None
+        scale: torch.Tensor = self.scale  # type: ignore[assignment] # made, at the latest, by ``note_pass``
+        clean_passes: torch.Tensor = self.clean_passes  # type: ignore[assignment] # made with the scale
+        moved, counted = next_scale(
+            scale,
+            clean_passes,
+            flag if self.delayed is None else torch.maximum(flag, self.delayed.found_inf),
+            growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor,
+            growth_interval=self.growth_interval,
+            smallest=self.smallest,
+            largest=self.largest,
+            # Where the host's last value was within the limits, every later scale is too.
+            is_within_limits=self.smallest <= self.written_scale <= self.largest,
         )
-        if is_within_limits:
-            return moved.clamp_(smallest, largest), counted
-        moved = torch.where(moved > scale, moved.clamp(max=largest), moved)
-        moved = torch.where(moved < scale, moved.clamp(min=smallest), moved)
-        return moved, counted
-    if found_inf:
-        return max(smallest, scale * backoff_factor), 0
-    if clean_passes + 1 == growth_interval:
-        return min(largest, scale * growth_factor), 0
-    return scale, clean_passes + 1
+        self.delayed = None
+        if _torch.is_capturing():
+            scale.copy_(moved)
+            clean_passes.copy_(counted)
+        else:
+            self.scale = moved
+            self.clean_passes = counted
+        return flag
+
+    def delay(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
+        """As :meth:`adjust`, but leave the scale alone: the next transition counts an overflow of this pass."""
+        flag = self.note_pass(found_inf)
+        if not self.is_dynamic:
+            return None
+        if self.delayed is None:
+            self.delayed = DelayedPasses(flag)
+        else:
+            self.delayed.found_inf = torch.maximum(self.delayed.found_inf, flag)
+        return flag
+
+    def note_pass(self, found_inf: torch.Tensor | None) -> torch.Tensor:
+        """Keep ``found_inf`` as the flag of the last pass, next to the scale; return it."""
+        scale = self.made_on(torch.device("cpu") if found_inf is None else found_inf.device)
+        if found_inf is None:
+            flag = scale.new_full((), 0.0)
+        elif found_inf.device == scale.device:
+            flag = found_inf
+        else:
+            flag = found_inf.to(scale.device, non_blocking=True)
+        self.last_pass = flag
+        return flag
+
+    def count_clean_pass(self) -> None:
+        """Count a pass that leaves the scale alone, on the device if the scale is there."""
+        if self.clean_passes is None:
+            self.written_clean_passes += 1
+        else:
+            self.clean_passes.add_(1)
+
+    def scale_after_back_off(self) -> torch.Tensor:
+        """The scale to print for a skipped step, any delayed back-off included. No host sync."""
+        scale = self.scale_on()
+        if self.is_dynamic and self.delayed is not None:
+            return (scale * self.backoff_factor).clamp(min=self.smallest)
+        return scale

@@ -21,27 +21,32 @@ from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.casts.contexts import CastsOff, save
 from ampcompat.amp.half.masters import master_of, push_all
-from ampcompat.amp.scaling import backward_methods, gradient_rules
+from ampcompat.amp.scaling import backward_methods
+from ampcompat.amp.scaling.between_blocks import clear_pending, prepare_masters
 from ampcompat.amp.scaling.clearing import clear_by_optimizer
 from ampcompat.amp.scaling.closures import step_with_closure
-from ampcompat.amp.scaling.device_steps import report_all
 from ampcompat.amp.scaling.exchange import give_back_params, match_state
 from ampcompat.amp.scaling.gradients import open_block_of, pending_in
 from ampcompat.amp.scaling.leaves import leaves_of
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState, follow_groups
+from ampcompat.amp.scaling.optimizer_state import OptimizerState, follow_groups
 from ampcompat.amp.scaling.scale_loss import under_amp
 from ampcompat.amp.scaling.session import Session
 from ampcompat.amp.scaling.steps import needs_no_amp, plain_step, scaled_step
 
 
-def attach(optimizer: Optimizer, session: Session) -> None:
+def attach(optimizer: Optimizer, session: Session, kind: type[OptimizerState]) -> None:
     """Put ``optimizer`` under ``session``; one that an earlier call owned changes hands, with its gradients.
 
     The caller calls ``follow_groups`` when it has attached all.
+
+    Args:
+        optimizer: It gets a stash, and methods of amp.
+        session: The call that owns it from now on.
+        kind: The class of its stash, which adds apex's names.
     """
-    stash: AmpOptimizerState | None = getattr(optimizer, "_amp_stash", None)
+    stash: OptimizerState | None = getattr(optimizer, "_amp_stash", None)
     if stash is None:
-        stash = AmpOptimizerState(session)
+        stash = kind(session)
         optimizer._amp_stash = stash
     stash.session = session
     stash.groups = []  # to be looked up anew, at this level
@@ -55,6 +60,7 @@ def attach(optimizer: Optimizer, session: Session) -> None:
         optimizer._amp_wrapped = True
         for name, method in (("step", step), ("zero_grad", clear_by_optimizer), ("add_param_group", _add_param_group)):
             setattr(optimizer, name, types.MethodType(_wrap(getattr(optimizer, name), method), optimizer))
+    _follow_step(optimizer)
 
 
 def detach(optimizer: Optimizer) -> None:
@@ -62,13 +68,13 @@ def detach(optimizer: Optimizer) -> None:
 
     Gradients that are still scaled are cleared, unless another optimizer holds some of the same tensors.
     """
-    stash: AmpOptimizerState = optimizer._amp_stash
+    stash: OptimizerState = optimizer._amp_stash
     stash.look_up(optimizer)
     state.optimizers.live.pop(optimizer, None)
     others = leaves_of(state.optimizers.listed())
     for pending in pending_in(stash.leaves):
         if not pending.overlaps(others):
-            gradient_rules.clear_pending(pending)
+            clear_pending(pending)
     give_back_params(optimizer)
     match_state(optimizer)
     for name in ("_amp_stash", *_METHODS):
@@ -86,7 +92,8 @@ def _wrap(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[
     return wrapper
 
 
-_torch.skip_compile_of_frame(_wrap(print, print))  # any wrapper does: the compiler goes by code, which all share
+#: The code that all wrappers share: the compiler goes by it, too.
+_WRAPPER_CODE = _torch.skip_compile_of_frame(_wrap(print, print)).__code__
 
 
 # -- step --------------------------------------------------------------------------------------------------------------
@@ -100,7 +107,9 @@ def step(optimizer: Optimizer, original: Callable[..., Any], closure: Any = None
     more for each scale that the message of a skip names. None with a static scale, nor with an optimizer that takes
     ``found_inf``, but for its first step with momentum.
     """
-    stash: AmpOptimizerState = optimizer._amp_stash
+    stash: OptimizerState = optimizer._amp_stash
+    if stash.is_stepping:  # a script's own step, which amp's is around already, has called this one
+        return original(*(() if closure is None else (closure,)), **kwargs)
     stash.look_up(optimizer)
     if state.open_blocks:
         _refuse_in_block(optimizer, stash)
@@ -121,15 +130,51 @@ def step(optimizer: Optimizer, original: Callable[..., Any], closure: Any = None
         return scaled_step(optimizer, stash, original, **kwargs)
 
 
-def _refuse_in_block(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
+def _follow_step(optimizer: Optimizer) -> None:
+    """Wrap a ``step`` that a script has put in the place of ours, and that may call the class's: amp steps around it.
+
+    As under apex, which replaced whatever ``step`` there was after an overflow.
+    """
+    stash: OptimizerState = optimizer._amp_stash
+    if not _is_ours(vars(optimizer).get("step")):
+        replaced = functools.partial(_run_replaced, stash, optimizer.step)
+        wrapper = functools.wraps(optimizer.step)(_wrap(replaced, step))
+        vars(optimizer)["step"] = types.MethodType(wrapper, optimizer)
+    stash.known_step = vars(optimizer)["step"]
+
+
+def _is_ours(method: Any) -> bool:
+    """Whether ``method`` is a wrapper of ours, or one around it that says so, as LR schedulers' do from torch 2.5 on."""
+    function = getattr(method, "__func__", method)
+    while function is not None:
+        if getattr(function, "__code__", None) is _WRAPPER_CODE:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def _run_replaced(stash: OptimizerState, replaced: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the ``replaced`` step of a script; where that calls amp's, the optimizer's own runs."""
+    stash.is_stepping = True
+    try:
+        return replaced(*args, **kwargs)
+    finally:
+        stash.is_stepping = False
+
+
+def _refuse_in_block(optimizer: Optimizer, stash: OptimizerState) -> None:
     """Refuse a step inside a block that gives gradients to tensors of ``optimizer``."""
     open_block = open_block_of(stash.leaves)
     if open_block is None or open_block.is_plain:
         return
     if optimizer in open_block.optimizers:
+        is_scaled = open_block.scale is not None
+        gradients = "gradients are still multiplied by the loss scale there"
+        if not is_scaled:
+            gradients = "master weights get their gradients at its end"
         raise RuntimeError(
-            "optimizer.step() inside its scale_loss block - gradients are still multiplied by the loss scale there -"
-            " leave the block first: `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, then step."
+            f"optimizer.step() inside its scale_loss block - {gradients} - leave the block first: `with"
+            " amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, then step."
         )
     other = type(open_block.optimizers[0]).__name__
     raise RuntimeError(
@@ -151,14 +196,14 @@ def step_was_skipped(optimizer: Any) -> bool:
     stash = getattr(under_amp(optimizer), "_amp_stash", None)
     if stash is None:
         return False
-    report_all(stash)
-    return bool(stash.skipped)
+    stash.device_steps.report_all()
+    return bool(stash.device_steps.latest_skipped if stash.skipped is None else stash.skipped)
 
 
 # -- add_param_group ----------------------------------------------------------------------------------------
 def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Add the group as torch does, then give its half params masters."""
-    stash: AmpOptimizerState = optimizer._amp_stash
+    stash: OptimizerState = optimizer._amp_stash
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     original(*args, **kwargs)
     added = optimizer.param_groups[-1]["params"]
@@ -178,9 +223,11 @@ def _look_up(optimizer: Optimizer) -> None:
 
 
 # -- methods beside these ----------------------------------------------------------------------------------------------
-#: By apex's private names, but for the first. Blocks call the last two, once a script has put its own in their place.
+#: By apex's private names, but for the first two. Blocks call the last two once a script has put its own in place of
+#: them.
 _METHODS: dict[str, Callable[..., Any]] = {
-    "_amp_prepare_masters": gradient_rules.prepare_masters,
+    "_amp_prepare_masters": prepare_masters,
+    "_amp_follow_step": _follow_step,
     "_amp_lazy_init": _look_up,
     "_lazy_init_maybe_master_weights": _look_up,
     "_master_params_to_model_params": lambda optimizer: push_all(optimizer._amp_stash.leaves.masters),

@@ -1,7 +1,7 @@
 """What amp keeps with one optimizer, as ``optimizer._amp_stash``, and which tensors the optimizer holds.
 
-apex kept the same there (``apex/amp/_process_optimizer.py: AmpOptimizerState``); attributes with apex's names go on
-working, since scripts test for them.
+apex kept the same there (``apex/amp/_process_optimizer.py: AmpOptimizerState``). Scripts test for apex's attributes:
+``ampcompat.amp._process_optimizer.AmpOptimizerState`` adds them.
 """
 
 from __future__ import annotations
@@ -9,117 +9,131 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat._types import HALF_DTYPES, Optimizer
-from ampcompat.amp.scaling.exchange import adopt_masters, match_state
-from ampcompat.amp.scaling.gradients import Overflow, open_block_of, pending_in
+from ampcompat._types import Optimizer
+from ampcompat.amp.scaling.device_steps import DeviceSteps
+from ampcompat.amp.scaling.exchange import match_state, put_masters_into
+from ampcompat.amp.scaling.gradients import Overflow, open_block_of
 from ampcompat.amp.scaling.leaves import Leaves
+from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session
-from ampcompat.amp.scaling.unscaling import add_saved
-
-#: Overflow flags that an optimizer keeps apart until it steps; more become one for each scaler.
-MAX_FLAGS = 1024
-
-#: A flag of a step that the device decided about, and the scale to name, both while they are copied to the host. No
-#: scaler: the flag tells of gradients that an earlier overflow has left.
-FlagCopy = tuple[LossScaler | None, _torch.HostCopy]
 
 
 @dataclass(eq=False)
-class AmpOptimizerState:
+class OptimizerState:
     """What amp keeps with one optimizer.
+
+    ``overflows``, ``delayed`` and ``suspect`` tell of the gradients that wait for a step, ``skipped`` of the last step.
+    In one run with a dynamic scale:
+
+    ====================================  ============  ===========  =======
+    after                                 overflows     suspect      skipped
+    ====================================  ============  ===========  =======
+    ``initialize``                        none          False        None
+    a block, or several                   one flag      False        None
+    a step that the host has made         none          False        False
+    a block that overflows                one flag      False        False
+    the step, skipped by the host         none          True         True
+    ``zero_grad``                         none          False        True
+    a block                               one flag      False        True
+    a step that the device decides about  none          True         None
+    a block, without ``zero_grad``        one flag      True         None
+    ====================================  ============  ===========  =======
+
+    ``suspect`` is also True where another optimizer's block has overflowed in shared tensors, and where tensors have
+    come to the optimizer. The next step then looks at its gradients itself. Where nothing is scaled, ``overflows`` and
+    ``suspect`` stay as they begin, and ``skipped`` becomes False with the first step.
 
     Attributes:
         session: The call of ``initialize`` that owns it.
         groups: The params of each group, as last looked up.
         leaves: Masters of these params, and params without a master.
-        shares: Whether another optimizer holds one of these leaves, too.
-        overflows: Flags of blocks since the last step, most of them not set; one that is set skips the next.
-        suspect: Whether the next step looks at its gradients itself, since a skipped step or another optimizer's block
-            may have left some that are not finite.
-        stepped: Whether it has stepped with gradients that its masters keep for optimizers that share them.
-        skipped: Whether the last step was skipped; None before the first step, and while only the device knows.
-        undecided_steps: Steps that the device decided about, oldest first (see ``device_steps``).
-        dropped: Ids of params whose gradient was dropped as they joined: warned of, unless the script clears them too.
-        part: The leaves that ``_post_amp_backward`` unscales while a block calls a script's own; None: all.
-        saved_grads_taken: Whether a script's own ``_post_amp_backward`` has asked for saved gradients, to add them
-            itself.
+        shared: Ids of the leaves that another optimizer holds, too.
+        overflows: For each scaler, whether a block since the last step overflowed, as one flag: the next step is
+            skipped if any is set.
+        delayed: The same of blocks that have left their scale alone: after the scaler's ``update_scale()``, the script
+            decides about the step.
+        suspect: Whether the next step looks at its gradients itself, since they may not be finite.
+        skipped: Whether the last step was skipped; None before the first step, and where the device decided.
+        device_steps: The steps that the device decided about.
+        known_step: The optimizer's own ``step`` attribute, as last looked up.
+        is_stepping: Whether a step runs that a script has put in the place of ours, and that ours is wrapped around.
     """
 
     session: Session
     groups: list[list[torch.Tensor]] = field(default_factory=list)
     leaves: Leaves = field(default_factory=Leaves)
-    shares: bool = False
-    overflows: list[Overflow] = field(default_factory=list)
+    shared: Set[int] = frozenset()
+    overflows: dict[LossScaler, torch.Tensor] = field(default_factory=dict)
+    delayed: dict[LossScaler, Overflow] = field(default_factory=dict)
     suspect: bool = False
-    stepped: bool = False
     skipped: bool | None = None
-    undecided_steps: list[list[FlagCopy]] = field(default_factory=list)
-    dropped: set[int] = field(default_factory=set)
-    part: Leaves | None = None
-    saved_grads_taken: bool = False
-
-    lazy_init_called = True  # apex's name: masters exist from ``initialize`` on
+    device_steps: DeviceSteps = field(default_factory=DeviceSteps)
+    known_step: object = None
+    is_stepping: bool = False
 
     @property
     def in_block(self) -> bool:
         """Whether a block is open that gives gradients to tensors of this optimizer."""
         return open_block_of(self.leaves) is not None
 
-    @property
-    def knows_of_gradients(self) -> bool:
-        """Whether anything is known of the gradients that ends when they are cleared."""
-        return bool(self.overflows or self.suspect or self.stepped)
-
-    # -- events --------------------------------------------------------------------------------------------------------
+    # -- overflows -----------------------------------------------------------------------------------------------------
     def note_overflows(self, overflows: Sequence[Overflow]) -> None:
-        """Note the flags of a block: the next step is skipped if one of ``overflows`` is set."""
-        self.overflows = [*self.overflows, *overflows]
-        if len(self.overflows) > MAX_FLAGS:  # a script may never step
-            self.overflows = _one_per_scaler(self.overflows)
+        """Note what a block has found: the next step is skipped if one of ``overflows`` is set."""
+        for overflow in overflows:
+            if overflow.delayed is None:
+                self._add_flag(overflow)
+            else:
+                self._add_delayed(overflow)
+
+    def _add_flag(self, overflow: Overflow) -> None:
+        earlier = self.overflows.get(overflow.scaler)
+        self.overflows[overflow.scaler] = overflow.flag if earlier is None else torch.maximum(earlier, overflow.flag)
+
+    def _add_delayed(self, overflow: Overflow) -> None:
+        """Note a pass that has left the scale alone, in one flag with others since the scaler's last transition."""
+        earlier = self.delayed.get(overflow.scaler)
+        if earlier is None or earlier.is_decided:
+            self.delayed[overflow.scaler] = overflow
+        elif earlier.delayed is overflow.delayed:
+            self.delayed[overflow.scaler] = overflow._replace(flag=torch.maximum(earlier.flag, overflow.flag))
+        else:
+            self._add_flag(earlier)
+            self.delayed[overflow.scaler] = overflow
 
     def forget_overflows(self) -> None:
         """Forget the overflows of gradients that are gone."""
-        self.overflows = []
+        self.overflows = {}
+        self.delayed = {}
         self.suspect = False
 
-    def note_cleared(self) -> None:
-        """Note that all gradients were cleared or zeroed."""
-        self.forget_overflows()
-        self.stepped = False
-        self.dropped.clear()
-
-    def note_step(self, skipped: bool | None) -> None:
-        """Note that the optimizer has stepped, or was skipped; None: the device knows."""
-        self.skipped = skipped
-        self.session.steps += 1
-
     def drop_used_gradients(self, skipped: bool | None) -> None:
-        """Drop the gradients of masters after a step; where another optimizer shares any leaf, keep all and note it.
+        """Drop the gradients of masters after a step, and the flags; ``skipped``: None where only the device knows.
 
-        Gradients of other tensors stay, as in plain torch. After a skipped step, the next one looks at them.
+        Gradients of tensors without a master stay until they are cleared, as in plain torch; so do those of masters
+        that another optimizer shares. They may not be finite unless the step was made.
         """
-        may_have_overflowed = self.suspect or bool(self.overflows)
+        may_have_overflowed = self.suspect or bool(self.overflows or self.delayed)
+        self.overflows = {}
+        self.delayed = {}
         self.suspect = may_have_overflowed and skipped is not False
-        self.overflows = []
-        if self.shares:
-            self.stepped = True
-            return
         for master in self.leaves.masters:
-            master.drop_gradient()
+            if id(master.half) not in self.shared:
+                master.drop_gradient()
 
     # -- what it holds -------------------------------------------------------------------------------------------------
     @_torch.eager
     def look_up(self, optimizer: Optimizer) -> None:
-        """Follow the groups of ``optimizer`` where they have changed."""
+        """Follow the groups of ``optimizer``, and its ``step``, where they have changed."""
         if not self._is_up_to_date(optimizer):
             follow_groups()
+        if vars(optimizer).get("step") is not self.known_step:
+            optimizer._amp_follow_step()
 
     def _is_up_to_date(self, optimizer: Optimizer) -> bool:
         """Whether the groups hold the very params that they held when they were last looked up."""
@@ -132,106 +146,14 @@ class AmpOptimizerState:
                 return False
         return True
 
-    def adopt(self, optimizer: Optimizer) -> None:
+    def look_up_anew(self, optimizer: Optimizer) -> None:
         """Put masters of half params into the groups of ``optimizer``, and note what it holds."""
-        masters = adopt_masters(optimizer, self.session)
+        masters = put_masters_into(optimizer, self.session)
         match_state(optimizer)
         sides = {id(tensor) for master in masters for tensor in (master.half, master.value)}
         held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
         self.leaves = Leaves(masters, [param for key, param in held.items() if key not in sides])
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
-
-    # -- by apex's names -----------------------------------------------------------------------------------------------
-    @property
-    def params_have_scaled_gradients(self) -> bool:
-        """Whether ``param.grad`` holds gradients that a later block, or the step, unscales.
-
-        Scripts write False: they have unscaled or cleared what is there. After that, the next block drops gradients of
-        half parameters, as under apex.
-        """
-        block = open_block_of(self.leaves)
-        return bool(pending_in(self.leaves)) or (block is not None and block.took_pending)
-
-    @params_have_scaled_gradients.setter
-    def params_have_scaled_gradients(self, value: bool) -> None:
-        if value and not self.params_have_scaled_gradients:
-            raise RuntimeError(
-                "params_have_scaled_gradients = True - only a scale_loss block knows by what gradients are scaled -"
-                " write `with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled: scaled.backward()`."
-            )
-        if not value:
-            for pending in pending_in(self.leaves):
-                state.pending.remove(pending)
-                add_saved(pending.saved)
-
-    @property
-    def already_patched(self) -> bool:
-        """Whether an overflow skips the next step: one host sync for each flag.
-
-        Writing it changes nothing. apex patched ``step`` to skip, and skipped none of those that a script had marked as
-        patched.
-        """
-        return any(flag.item() for _, flag in self.overflows)
-
-    @already_patched.setter
-    def already_patched(self, value: bool) -> None:
-        pass
-
-    @property
-    def all_fp16_params(self) -> list[torch.Tensor]:
-        """Half params: those with masters; all of them where there are no masters."""
-        with_masters = [master.half for master in self.leaves.masters]
-        return with_masters or [param for param in self.leaves.direct if param.dtype in HALF_DTYPES]
-
-    @property
-    def all_fp32_from_fp16_params(self) -> list[torch.Tensor]:
-        """Masters."""
-        return [master.value for master in self.leaves.masters]
-
-    @property
-    def all_fp32_params(self) -> list[torch.Tensor]:
-        """Params that are float32 in the model."""
-        return [param for param in self.leaves.direct if param.dtype == torch.float32]
-
-    @property
-    def all_fp16_grad_stash(self) -> list[torch.Tensor | None]:
-        """Unscaled gradients of half params from before the block, for a script's own ``_post_amp_backward``."""
-        return self._take_saved(self.all_fp16_params)
-
-    @property
-    def all_fp32_grad_stash(self) -> list[torch.Tensor | None]:
-        """The same of float32 params."""
-        return self._take_saved(self.all_fp32_params)
-
-    all_fp32_from_fp32_params = all_fp32_params
-    all_fp32_from_fp32_grad_stash = all_fp32_grad_stash
-
-    def _take_saved(self, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The saved gradients of ``params``; the caller adds them."""
-        self.saved_grads_taken = True
-        block = open_block_of(self.leaves)
-        saved = {} if block is None else block.saved
-        return [saved.get(param) for param in params]
-
-    @property
-    def fp16_groups(self) -> NoReturn:
-        """Refused: apex's lists of params by group."""
-        raise AttributeError(
-            "optimizer._amp_stash has no fp16_groups, fp32_from_fp16_groups or fp32_from_fp32_groups - amp keeps no"
-            " lists by group - use all_fp16_params and all_fp32_from_fp16_params, or optimizer.param_groups, which hold"
-            " the masters."
-        )
-
-    fp32_from_fp16_groups = fp16_groups
-    fp32_from_fp32_groups = fp16_groups
-
-
-def _one_per_scaler(overflows: list[Overflow]) -> list[Overflow]:
-    """One of ``overflows`` for each scaler, whose flag tells whether any of them is set."""
-    by_scaler: dict[LossScaler | None, list[torch.Tensor]] = {}
-    for scaler, flag in overflows:
-        by_scaler.setdefault(scaler, []).append(flag)
-    return [Overflow(scaler, _torch.any_of(flags)) for scaler, flags in by_scaler.items()]
 
 
 # -- groups that change ------------------------------------------------------------------------------------------------
@@ -239,7 +161,7 @@ def follow_groups(unscaled: Set[int] = frozenset()) -> None:
     """Follow the groups of all optimizers under amp where they have changed: a tensor may have gone to another.
 
     A tensor that comes to an optimizer, and that none held, may have a gradient: blocks give gradients to every tensor
-    of a loss, and unscale the ones of their own optimizers. Where losses are scaled, such a gradient is dropped.
+    of a loss, and unscale the ones of their own optimizers. Where losses were scaled, such a gradient is dropped.
 
     Args:
         unscaled: Ids of tensors that no block can have reached, in models that come under amp now.
@@ -249,27 +171,24 @@ def follow_groups(unscaled: Set[int] = frozenset()) -> None:
     known.update(unscaled)
     known.update(key for pending in state.pending for key in pending.leaves.ids())
     for optimizer in optimizers:
-        stash: AmpOptimizerState = optimizer._amp_stash
+        stash: OptimizerState = optimizer._amp_stash
         if stash._is_up_to_date(optimizer):
             continue
-        stash.adopt(optimizer)
-        if not state.has_scaled:
-            continue
-        stash.suspect = True  # an overflow may have left gradients of what it holds now
-        stash.dropped |= _drop_gradients(stash.leaves.part(stash.leaves.ids() - known))
+        stash.look_up_anew(optimizer)
+        if stash.session.has_scaled:
+            stash.suspect = True  # an overflow may have left gradients of what it holds now
+            _drop_gradients(stash.leaves.part(stash.leaves.ids() - known))
     _note_shared(optimizers)
 
 
-def _drop_gradients(newcomers: Leaves) -> set[int]:
-    """Drop the gradients of ``newcomers``; return the ids of the model's tensors that had one."""
-    dropped = set()
+def _drop_gradients(newcomers: Leaves) -> None:
+    """Drop the gradients of ``newcomers``, with a warning if there are any."""
     for master in newcomers.masters:
         master.drop_gradient()
     for leaf in newcomers.tensors():
         if leaf.grad is not None:
             leaf.grad = None
-            dropped.add(id(leaf))
-    return dropped
+            warn_of("scaled gradients of a later param")
 
 
 def _note_shared(optimizers: list[Optimizer]) -> None:
@@ -279,4 +198,4 @@ def _note_shared(optimizers: list[Optimizer]) -> None:
         for key in optimizer._amp_stash.leaves.ids():
             holders[key] = holders.get(key, 0) + 1
     for optimizer in optimizers:
-        optimizer._amp_stash.shares = any(holders[key] > 1 for key in optimizer._amp_stash.leaves.ids())
+        optimizer._amp_stash.shared = {key for key in optimizer._amp_stash.leaves.ids() if holders[key] > 1}

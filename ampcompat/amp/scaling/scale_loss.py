@@ -1,13 +1,12 @@
-"""``scale_loss``: one backward pass, from a scaled loss to unscaled gradients.
+"""``scale_loss``: checks what it is given, and finds the scaler and the call of ``initialize`` of its block.
 
-``gradient_rules`` has the table of what a block does to gradients. apex did the same in
-``apex/amp/handle.py: scale_loss``.
+``block`` has the block itself. apex did the same in ``apex/amp/handle.py: scale_loss``.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence, Set, ValuesView
+from collections.abc import Iterator, Set, ValuesView
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
@@ -15,13 +14,8 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat._types import Optimizer, is_optimizer
-from ampcompat.amp.casts.ambience import assert_ambience
-from ampcompat.amp.hints import add_hint
-from ampcompat.amp.observers import notify
-from ampcompat.amp.scaling import gradient_rules
-from ampcompat.amp.scaling.gradients import Block, open_block_of, pending_in
-from ampcompat.amp.scaling.leaves import Leaves, leaves_of
+from ampcompat._types import is_optimizer
+from ampcompat.amp.scaling.block import Block
 from ampcompat.amp.scaling.scaler import LossScaler, check_scaler
 from ampcompat.amp.scaling.session import DISABLED, Session
 
@@ -79,7 +73,7 @@ def scale_loss(
     if type(scaler) is not LossScaler:  # a script has put it there
         check_scaler(scaler, loss_id)
     scaler.loss_id = loss_id  # it may have been put there by hand
-    return ScaleLoss(loss, used_optimizers, scaler, delay_unscale, moves_scale=not delay_overflow_check)
+    return Block(loss, used_optimizers, scaler, delay_unscale, moves_scale=not delay_overflow_check)
 
 
 def _index_of_scaler(loss_id: Any, count: int) -> int:
@@ -98,178 +92,6 @@ def _refuse_loss_id(loss_id: object, count: int) -> NoReturn:
     raise IndexError(
         f"scale_loss got loss_id={loss_id!r} - amp.initialize(num_losses={count}) made {made} - pass one of these, or a"
         " larger num_losses there."
-    )
-
-
-class ScaleLoss:
-    """The context of one ``scale_loss`` block: idle, then open, then done.
-
-    Attributes:
-        loss: The script's loss, until it is scaled.
-        optimizers: The optimizers whose parameters the block gives gradients to.
-        scaler: The loss is multiplied by its scale.
-        delay: Whether the end leaves gradients scaled (``delay_unscale``).
-        moves_scale: Whether the end moves the scale; otherwise the next transition counts the overflow.
-        entered: Whether it was entered.
-        block: What it owns, once it was entered.
-    """
-
-    entered = False
-    block: Block
-
-    def __init__(
-        self, loss: torch.Tensor, optimizers: list[Optimizer], scaler: LossScaler, delay: bool, moves_scale: bool
-    ) -> None:
-        self.loss = loss
-        self.optimizers = optimizers
-        self.scaler = scaler
-        self.delay = delay
-        self.moves_scale = moves_scale
-
-    # -- entry ---------------------------------------------------------------------------------------------------------
-    @_torch.eager
-    def __enter__(self) -> torch.Tensor:
-        """Save older gradients for the backward pass; return the scaled loss."""
-        if self.entered:
-            raise RuntimeError(
-                "a scale_loss block was entered twice - it is for one backward pass - call amp.scale_loss(loss,"
-                " optimizer) for each."
-            )
-        self.entered = True
-        casts = state.casts
-        if casts.device_types and torch.is_autocast_enabled(casts.device_types[0]) != (casts.ambient is not None):
-            assert_ambience()
-        for optimizer in self.optimizers:
-            optimizer._amp_stash.look_up(optimizer)
-        block = Block(leaves_of(self.optimizers), [self.scaler], optimizers=self.optimizers)
-        needs_scale = self._needs_scale(block.leaves)
-        block.is_plain = not needs_scale and not self._has_masters()
-        if state.open_blocks:
-            _refuse_inside_another(block)
-        if state.pending:
-            _refuse_part_of_unsynced(block)
-        if state.observers:
-            notify("on_scale_loss", self.loss, self.scaler, self.optimizers)
-        self.block = block
-        state.open_blocks.append(block)
-        if block.is_plain:
-            if state.watch is not None:
-                state.watch.note_block(block)
-            return self.loss.float()
-        try:
-            gradient_rules.begin(block, self.delay)
-            return self._scale_loss(block) if needs_scale else self.loss.float()
-        except BaseException:
-            state.open_blocks.remove(block)
-            gradient_rules.undo_begin(block)
-            raise
-
-    def _needs_scale(self, leaves: Leaves) -> bool:
-        """Whether the loss is multiplied by a scale at all."""
-        if not self.scaler.is_one or pending_in(leaves):
-            return True
-        return any(optimizer._amp_stash.overflows for optimizer in self.optimizers)
-
-    def _has_masters(self) -> bool:
-        for optimizer in self.optimizers:
-            stash = optimizer._amp_stash
-            if stash.leaves.masters or stash.session.policy.master_weights:
-                return True
-        return False
-
-    def _scale_loss(self, block: Block) -> torch.Tensor:
-        """Return the loss times the scale, which the exit divides by."""
-        scaler = self.scaler
-        scaled = scaler.scale_loss(self.loss)
-        block.scale = scaler.scale
-        if scaler.dynamic or scaler.initial_scale != 1.0:
-            state.has_scaled = True
-        del self.loss  # so that it is freed when the script drops it
-        if state.watch is not None:
-            state.watch.look_at_loss(block, scaled)
-        return scaled
-
-    # -- exit ----------------------------------------------------------------------------------------------------------
-    @_torch.eager
-    def __exit__(self, kind: object, error: BaseException | None = None, trace: object = None) -> None:
-        """Unscale the new gradients, or leave them scaled; or, after an exception, undo the block."""
-        block = self.block
-        if kind is not None:
-            state.open_blocks.remove(block)
-            if not block.is_plain:
-                gradient_rules.put_back(block)
-                if state.watch is not None:
-                    state.watch.note_failed(block)
-            if isinstance(error, Exception):
-                if state.observers:
-                    notify("on_failure", error)
-                add_hint(error)
-            return
-        stays_scaled = not block.is_plain and self._end(block)
-        if block.is_plain:
-            state.open_blocks.remove(block)
-        if state.observers and not stays_scaled:
-            notify("on_gradients", self.scaler, self.optimizers)
-
-    def _end(self, block: Block) -> bool:
-        """Unscale the new gradients, or leave them scaled for a later block; return whether they stay scaled."""
-        try:
-            is_unsynced = False
-            stays_scaled = self.delay
-            if state.adapters:
-                leaves = block.leaves.tensors()
-                is_unsynced = any(adapter.defers_sync(leaves) for adapter in state.adapters)
-                waits_for_script = any(adapter.leaves_sync_to_script(leaves) for adapter in state.adapters)
-                stays_scaled = self.delay or is_unsynced or waits_for_script
-            if stays_scaled:
-                gradient_rules.leave_pending(block, is_unsynced)
-            else:
-                has_new_grads = gradient_rules.end(block, self.moves_scale)
-        except BaseException:
-            gradient_rules.clear_partly_unscaled(block)
-            raise
-        finally:
-            state.open_blocks.remove(block)
-        if state.watch is not None:
-            if stays_scaled:
-                state.watch.note_delayed(block)
-            else:
-                state.watch.look_after_block(block, has_new_grads)
-        return stays_scaled
-
-
-def _refuse_part_of_unsynced(block: Block) -> None:
-    """Refuse a block that has some of the tensors of a ``no_sync`` pass, whose gradients it could not average."""
-    ids = block.leaves.ids()
-    for pending in pending_in(block.leaves):
-        if pending.is_unsynced and not pending.leaves.ids() <= ids:
-            raise RuntimeError(
-                "scale_loss of some of the optimizers whose gradients no_sync() has left on this process - the rest"
-                " would never be averaged - give the block all of them: amp.scale_loss(loss, [optimizer_a,"
-                " optimizer_b])."
-            )
-
-
-def _refuse_inside_another(block: Block) -> None:
-    """Refuse a block inside one that gives gradients to the same tensors, unless both are plain."""
-    outer = open_block_of(block.leaves)
-    if outer is None or (outer.is_plain and block.is_plain):
-        return
-    _refuse_inner_block(outer.optimizers, block.optimizers)
-
-
-def _refuse_inner_block(outer: Sequence[Optimizer], inner: Sequence[Optimizer]) -> NoReturn:
-    """Raise for a block of ``inner`` inside one of ``outer`` that gives gradients to the same tensors."""
-    if any(optimizer in outer for optimizer in inner):
-        raise RuntimeError(
-            "scale_loss inside a scale_loss block of the same optimizer - gradients of the two could not be told apart"
-            " - close the first block, or add the losses up."
-        )
-    raise RuntimeError(
-        f"scale_loss inside the scale_loss block of another optimizer ({type(outer[0]).__name__}) that shares"
-        " parameters with this one - the gradients of the two losses would be added up in the same tensors, and"
-        " unscaled twice - close the first block before, or give both optimizers to one block:"
-        " `with amp.scale_loss(loss_a + loss_b, [optimizer_a, optimizer_b])` (D38)."
     )
 
 

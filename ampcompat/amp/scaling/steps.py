@@ -14,27 +14,27 @@ import torch
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp.half.masters import Master, push_all, sync_written
+from ampcompat.amp.half.masters import Master, align_written, push_all
 from ampcompat.amp.half.record import check_replaced
 from ampcompat.amp.observers import notify
-from ampcompat.amp.scaling.device_steps import announce, report_all, report_arrived, skips_on_device, step_with_flags
-from ampcompat.amp.scaling.gradient_rules import end_pending, warn_of_dropped
-from ampcompat.amp.scaling.gradients import Overflow, pending_in
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
+from ampcompat.amp.scaling.between_blocks import end_pending
+from ampcompat.amp.scaling.device_steps import StepFlag, announce, skips_on_device
+from ampcompat.amp.scaling.gradients import pending_in
+from ampcompat.amp.scaling.optimizer_state import OptimizerState
 from ampcompat.amp.scaling.unscaling import any_non_finite, drop_cleared
 
 R = TypeVar("R")
 
 
 @_torch.eager
-def needs_no_amp(stash: AmpOptimizerState) -> bool:
+def needs_no_amp(stash: OptimizerState) -> bool:
     """Whether torch's own step is all there is to do: nothing is scaled, and there are no masters."""
-    has_to_look = stash.overflows or stash.suspect or stash.undecided_steps or stash.dropped
-    return not (stash.leaves.masters or has_to_look or state.pending or state.watch)
+    has_to_look = stash.overflows or stash.delayed or stash.suspect or stash.device_steps.undecided
+    return not (stash.leaves.masters or has_to_look or state.pending or state.observers)
 
 
 @_torch.skip_compile_of_frame
-def plain_step(optimizer: Optimizer, stash: AmpOptimizerState, original: Callable[..., R], **kwargs: Any) -> R:
+def plain_step(optimizer: Optimizer, stash: OptimizerState, original: Callable[..., R], **kwargs: Any) -> R:
     """Step as plain torch does."""
     result = original(**kwargs)
     finish(optimizer, stash, skipped=False)
@@ -42,7 +42,7 @@ def plain_step(optimizer: Optimizer, stash: AmpOptimizerState, original: Callabl
 
 
 @_torch.skip_compile_of_frame
-def scaled_step(optimizer: Optimizer, stash: AmpOptimizerState, original: Callable[..., Any], **kwargs: Any) -> Any:
+def scaled_step(optimizer: Optimizer, stash: OptimizerState, original: Callable[..., Any], **kwargs: Any) -> Any:
     """Read the flags and make the step or skip it; or lend them to an optimizer that skips by itself."""
     make_ready(optimizer, stash)
     flags = flags_of(stash)
@@ -55,7 +55,7 @@ def scaled_step(optimizer: Optimizer, stash: AmpOptimizerState, original: Callab
             return None
     if decides_on_device:
         step = functools.partial(update_weights, optimizer, stash, original, **kwargs)
-        result = step_with_flags(optimizer, stash, flags, step)
+        result = stash.device_steps.step(optimizer, flags, step)
         finish(optimizer, stash, skipped=None)
     else:
         result = update_weights(optimizer, stash, original, **kwargs)
@@ -65,54 +65,48 @@ def scaled_step(optimizer: Optimizer, stash: AmpOptimizerState, original: Callab
 
 # -- before it ---------------------------------------------------------------------------------------------------------
 @_torch.eager
-def make_ready(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
+def make_ready(optimizer: Optimizer, stash: OptimizerState) -> None:
     """Make gradients unscaled, and masters follow the model, for a step."""
     for pending in pending_in(stash.leaves):
         end_pending(pending)
-    if stash.undecided_steps:
-        report_arrived(stash)
-    if stash.dropped:
-        warn_of_dropped(stash)
+    if stash.device_steps.undecided:
+        stash.device_steps.report_arrived()
     masters = stash.leaves.masters
     if masters:
         drop_cleared(masters)
         check_replaced(masters)
-        sync_written(masters)
-    if state.watch is not None:
-        state.watch.look_before_step(optimizer)
-
-
-def gradients_for_step(stash: AmpOptimizerState) -> list[torch.Tensor]:
-    """The gradients that a step of the optimizer uses."""
-    return stash.leaves.gradients(with_masters=not stash.stepped)
+        align_written(masters)
+    if state.observers:
+        notify("before_step", optimizer)
 
 
 # -- overflows ---------------------------------------------------------------------------------------------------------
 @_torch.eager
-def flags_of(stash: AmpOptimizerState) -> list[Overflow]:
+def flags_of(stash: OptimizerState) -> list[StepFlag]:
     """The flags any of which skips the next step."""
-    if not stash.suspect:
-        return stash.overflows
-    gradients = gradients_for_step(stash)
-    if not gradients:
-        return stash.overflows
-    return [*stash.overflows, Overflow(None, any_non_finite(gradients))]
+    flags = [StepFlag(scaler, flag) for scaler, flag in stash.overflows.items()]
+    flags += [StepFlag(scaler, each.flag) for scaler, each in stash.delayed.items() if not each.is_decided]
+    if stash.suspect:
+        gradients = stash.leaves.gradients()
+        if gradients:
+            flags.append(StepFlag(None, any_non_finite(gradients)))
+    return flags
 
 
 @_torch.eager
-def read(stash: AmpOptimizerState, flags: list[Overflow]) -> list[Overflow]:
+def read(stash: OptimizerState, flags: list[StepFlag]) -> list[StepFlag]:
     """Read which of ``flags`` (at least one) are set: one host sync."""
-    if stash.undecided_steps:
-        report_all(stash)
+    if stash.device_steps.undecided:
+        stash.device_steps.report_all()
     first = flags[0].flag
     if len(flags) == 1:
         return flags if first.item() else []
-    values = torch.stack([overflow.flag.to(first.device) for overflow in flags]).to("cpu").tolist()
-    return [overflow for overflow, value in zip(flags, values, strict=True) if value]
+    values = torch.stack([flag.to(first.device) for _, flag in flags]).to("cpu").tolist()
+    return [flag for flag, value in zip(flags, values, strict=True) if value]
 
 
 @_torch.eager
-def announce_skip(overflowed: list[Overflow]) -> None:
+def announce_skip(overflowed: list[StepFlag]) -> None:
     """Say which scalers' overflows skip a step: one host sync for each scale."""
     scalers = [scaler for scaler, _ in overflowed]
     announce([(scaler, 0.0 if scaler is None else scaler.scale_after_back_off().item()) for scaler in scalers])
@@ -121,7 +115,7 @@ def announce_skip(overflowed: list[Overflow]) -> None:
 # -- the step itself ---------------------------------------------------------------------------------------------------
 @_torch.skip_compile_of_frame
 def update_weights(
-    optimizer: Optimizer, stash: AmpOptimizerState, original: Callable[..., R], *args: Any, **kwargs: Any
+    optimizer: Optimizer, stash: OptimizerState, original: Callable[..., R], *args: Any, **kwargs: Any
 ) -> R:
     """Call the optimizer's own step, and write the masters to the model as soon as it has updated them.
 
@@ -130,43 +124,29 @@ def update_weights(
     if not stash.leaves.masters:
         return original(*args, **kwargs)
     masters = stash.leaves.masters
-    hidden = _hide_gradients(stash) if stash.stepped else {}
-    if state.watch is not None:
-        state.watch.look_before_update(masters)
-    try:
-        if not _torch.has_step_hooks(optimizer):
-            result = original(*args, **kwargs)
-            push(masters)
-            return result
-        sync = functools.partial(sync_written, masters)
-        with _torch.around_update(optimizer, before=sync, after=functools.partial(push, masters), later=sync):
-            return original(*args, **kwargs)
-    finally:
-        for value, grad in hidden.items():
-            value.grad = grad
+    if not _torch.has_step_hooks(optimizer):
+        result = original(*args, **kwargs)
+        push(masters)
+        return result
+    align = functools.partial(align_written, masters)
+    with _torch.around_update(optimizer, before=align, after=functools.partial(push, masters), later=align):
+        return original(*args, **kwargs)
 
 
 @_torch.eager
 def push(masters: list[Master]) -> None:
-    """Push masters that the optimizer has updated, and warn if the step itself has written to the model."""
-    if state.watch is not None:
-        state.watch.look_after_update(masters)
+    """Push masters that the optimizer has updated."""
+    if state.observers:
+        notify("before_push", masters)
     push_all(masters)
-
-
-def _hide_gradients(stash: AmpOptimizerState) -> dict[torch.Tensor, torch.Tensor | None]:
-    """Take away the gradients of masters that the optimizer has stepped with already."""
-    hidden = {master.value: master.value.grad for master in stash.leaves.masters}
-    for value in hidden:
-        value.grad = None
-    return hidden
 
 
 # -- after it ----------------------------------------------------------------------------------------------------------
 @_torch.eager
-def finish(optimizer: Optimizer, stash: AmpOptimizerState, skipped: bool | None) -> None:
+def finish(optimizer: Optimizer, stash: OptimizerState, skipped: bool | None) -> None:
     """Note a step that was made or skipped, and tell observers; ``skipped``: None where only the device knows."""
-    stash.note_step(skipped)
+    stash.skipped = skipped
+    stash.session.steps += 1
     if skipped:
         optimizer._opt_called = True  # LR schedulers warn when the first step they see never happened
     try:

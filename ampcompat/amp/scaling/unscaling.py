@@ -10,8 +10,8 @@ it ends (:func:`unscale_new`)         2048, until it is cleared                 
 second block begins                   None                                        2
 after ``backward``                    3072                                        2
 it ends                               3072: this pass alone                       5
-or it gave this weight no gradient    2048: the sum, shown scaled                 2
-or its body raised                    2048: the sum, shown scaled                 2
+or it gave this weight no gradient    None                                        2
+or its body raised                    None                                        2
 ``step``, made or skipped             as it is, until it is cleared               None
 ====================================  ==========================================  =====================================
 
@@ -21,23 +21,25 @@ added to it at the end: 2048, 2, None, 3072, 5.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 from operator import attrgetter
 
 import torch
 
 from ampcompat import _torch
+from ampcompat._log import say
 from ampcompat._state import state
-from ampcompat.amp.half.chunks import in_chunks
+from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.half.masters import Master
 from ampcompat.amp.scaling.adapter import Adapter
-from ampcompat.amp.scaling.gradients import Pending
+from ampcompat.amp.scaling.gradients import Overflow, Pending, ScaledGradients
 from ampcompat.amp.scaling.leaves import Leaves
 from ampcompat.amp.scaling.scaler import LossScaler
 
 HalfGradients = dict[Master, torch.Tensor]  # by the master that they belong to
 _GRAD = attrgetter("grad")
 _IS_SPARSE = attrgetter("is_sparse")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 # -- before a backward pass --------------------------------------------------------------------------------------------
@@ -78,17 +80,56 @@ def rescale(gradients: Pending, scaler: LossScaler) -> None:
     if before is None or is_one or before is scaler.scale:
         return
     tensors = gradients.leaves.tensors()
-    scaled = [entries_of(param.grad) for param in tensors if param.grad is not None]
+    scaled: list[torch.Tensor] = []
+    for param in tensors:
+        if param.grad is None:
+            continue
+        if param.grad.requires_grad:  # of backward(create_graph=True): it keeps its graph
+            param.grad = param.grad * _ratio(scaler, before, param.device)
+        else:
+            scaled.append(entries_of(param.grad))
     if state.adapters:
         scaled = list(map(_torch.local_part, scaled))
     for adapter in state.adapters:
         scaled += adapter.unsynced_gradients(tensors)
     with torch.no_grad():
         for grad in scaled:
-            grad.mul_(scaler.scale_on(grad.device) / before.to(grad.device, non_blocking=True))
+            grad.mul_(_ratio(scaler, before, grad.device))
+
+
+def _ratio(scaler: LossScaler, before: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """What brings gradients at the scale ``before`` to the scale of ``scaler``."""
+    return scaler.scale_on(device) / before.to(device, non_blocking=True)
 
 
 # -- after a backward pass ---------------------------------------------------------------------------------------------
+def adjust_scalers(gradients: ScaledGradients, moves_scale: bool = True) -> list[Overflow]:
+    """Make the transition of each scaler whose loss gave ``gradients``, which are unscaled. No host sync.
+
+    Args:
+        gradients: Those of a block, or pending ones.
+        moves_scale: Move the scale of the block's own scaler now; otherwise its next transition counts the overflow.
+
+    Returns:
+        What the steps of their optimizers are to note: nothing where no scale moves.
+    """
+    own, *others = gradients.scalers
+    if gradients.scale is None:  # a static scale of one
+        if moves_scale:
+            own.count_clean_pass()
+        return []
+    found_inf = own.take_found_inf()
+    overflows: list[Overflow] = []
+    flag = own.adjust(found_inf) if moves_scale else own.delay(found_inf)
+    if flag is not None:
+        overflows.append(Overflow(own, flag, None if moves_scale else own.delayed))
+    for other in others:
+        flag = other.adjust(found_inf)
+        if flag is not None:
+            overflows.append(Overflow(other, flag, None))
+    return overflows
+
+
 def unscale_new(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) -> bool:
     """Unscale the new gradients of ``leaves``, and add the gradients of half weights to their masters'.
 
@@ -106,6 +147,10 @@ def unscale_new(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) 
     if state.adapters:
         direct_grads = list(map(_torch.local_part, direct_grads))
     has_new_grads = bool(half_gradients or direct_grads)
+    if any(map(_REQUIRES_GRAD, half_gradients.values())) or any(map(_REQUIRES_GRAD, direct_grads)):
+        _unscale_in_graph(leaves, scaler, scale)
+        half_gradients = {master: grad for master, grad in half_gradients.items() if not grad.requires_grad}
+        direct_grads = [grad for grad in direct_grads if not grad.requires_grad]
     if half_gradients:
         for chunk in _in_chunks(half_gradients, scale):
             _add_to_masters(chunk, direct_grads, scaler, scale)
@@ -117,8 +162,42 @@ def unscale_new(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) 
             _share_overflow(adapter, scaler, leaves.direct)
     if len(half_gradients) < len(masters):
         drop_cleared(masters)  # a script may zero gradients in the block, and then clear some
-        show_sums(masters, scale)
     return has_new_grads
+
+
+@torch.enable_grad()
+def _unscale_in_graph(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) -> None:
+    """Unscale the gradients of ``leaves`` that require a gradient themselves: ``backward(create_graph=True)``.
+
+    They are divided inside their graph, so that what is differentiated through ``p.grad`` is not scaled. Those of half
+    weights are added to their masters', which then lead to the half weights. apex divided outside the graph.
+    """
+    grads: list[torch.Tensor] = []
+    for param in leaves.direct:
+        grad = param.grad
+        if grad is not None and grad.requires_grad:
+            grads.append(grad)
+            param.grad = _divided(grad, scale).to(param.dtype)
+    for master in leaves.masters:
+        grad = master.half.grad
+        if grad is not None and grad.requires_grad:
+            grads.append(grad)
+            unscaled = _divided(grad, scale)
+            if unscaled.stride() != master.value.stride():
+                unscaled = torch.empty_like(master.value, requires_grad=False).copy_(unscaled)
+            accumulated = master.value.grad
+            master.value.grad = unscaled if accumulated is None else accumulated + unscaled
+            master.grad_shown = True
+    if scale is not None:
+        scaler.add_found_inf(_torch.any_non_finite(grads))
+
+
+def _divided(grad: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """``grad`` divided by ``scale``, in float32 where it is half; as it is where there is no scale."""
+    wide = grad.float() if grad.dtype in HALF_DTYPES else grad
+    if scale is None:
+        return wide
+    return wide * _torch.inverse_of(scale.to(grad.device, non_blocking=True))
 
 
 def add_saved(saved: dict[torch.Tensor, torch.Tensor]) -> None:
@@ -158,7 +237,7 @@ def _in_chunks(half_gradients: HalfGradients, scale: torch.Tensor | None) -> Ite
     if copies_stay or needs_no_copies:
         return [half_gradients]
     masters = list(half_gradients)
-    chunks = in_chunks(list(half_gradients.values()))
+    chunks = _torch.in_chunks(list(half_gradients.values()))
     return [{masters[index]: half_gradients[masters[index]] for index in indices} for indices in chunks]
 
 
@@ -216,17 +295,6 @@ def _can_add_half(half_gradients: HalfGradients) -> bool:
     return all(grad is not None and not grad.is_sparse for grad in accumulated)
 
 
-def show_sums(masters: Sequence[Master], scale: torch.Tensor | None) -> None:
-    """Show in the model, where there is no gradient, what its master has accumulated; a script may clear it there."""
-    for master in masters:
-        grad = master.value.grad
-        if grad is None or master.half.grad is not None:
-            continue
-        scaled = grad if scale is None else grad * scale.to(grad.device)
-        master.half.grad = scaled.to(master.dtype)
-        master.grad_shown = True
-
-
 def drop_cleared(masters: Iterable[Master]) -> None:
     """Drop the gradients of masters where the model showed them, and a script has cleared them there."""
     for master in masters:
@@ -234,6 +302,31 @@ def drop_cleared(masters: Iterable[Master]) -> None:
             master.drop_gradient()
 
 
+# -- gradients that are lost -------------------------------------------------------------------------------------------
+def clear_partly_unscaled(gradients: ScaledGradients) -> None:
+    """Clear what an exception has left partly unscaled. Optimizers step without what is None."""
+    gradients.scalers[0].forget_found_inf()
+    clear_in_model(gradients.leaves)
+    for master in gradients.leaves.masters:
+        master.drop_gradient()
+    gradients.saved.clear()
+    say("The end of a scale_loss block raised: its gradients are cleared.")
+
+
+def clear_in_model(leaves: Leaves) -> None:
+    """Clear the gradients of ``leaves`` in the model, and those that a wrapper keeps for a later backward pass."""
+    for leaf in leaves.tensors():
+        leaf.grad = None
+    drop_unsynced(leaves)
+
+
+def drop_unsynced(leaves: Leaves) -> None:
+    """Drop the gradients of ``leaves`` that a wrapper keeps for a later backward pass."""
+    for adapter in state.adapters:
+        adapter.drop_unsynced_gradients(leaves.tensors())
+
+
+# -- what gradients hold -----------------------------------------------------------------------------------------------
 def entries_of(grad: torch.Tensor) -> torch.Tensor:
     """The numbers that ``grad`` holds: the stored ones of a sparse gradient."""
     return grad._values() if grad.is_sparse else grad

@@ -1,6 +1,8 @@
-"""Static check of a repository that uses apex: what it calls, whether that works here, and mistakes in it.
+"""Static check of a repository that uses apex.
 
-Nothing is imported from the scanned code and torch is not needed: files are read as bytes and parsed with :mod:`ast`.
+It reads each file without running any, and says of each name of apex in it whether that works here. It says which code
+is right in float32 and wrong in half, at the levels of the ``amp.initialize`` calls that govern it: those of its file,
+or else of the files that an import ties to it.
 """
 
 from ampcompat.tools.check.findings import Finding, Report

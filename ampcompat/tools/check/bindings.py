@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.findings import UNSUPPORTED
 from ampcompat.tools.check.package_names import provides
-from ampcompat.tools.check.symbols import SYMBOLS, verdict
+from ampcompat.tools.check.symbols import MODULES, SYMBOLS, verdict
 
 PACKAGES = ("apex", "ampcompat", *EXTENSIONS)
 #: The module that ``ampcompat migrate --to native`` puts in the place of ``apex.amp``.
@@ -129,9 +129,10 @@ class Bindings:
 
 @functools.cache
 def _public_names(module: str | None) -> tuple[str, ...]:
-    """What a star imports from a module of apex."""
-    names = (symbol.rpartition(".") for symbol in SYMBOLS)
-    return tuple(name for parent, _, name in names if parent == module and not name.startswith("_"))
+    """What a star imports from a module of apex. Its modules are not meant: scripts have an ``opt`` of their own."""
+    symbols = SYMBOLS if module == "apex" else SYMBOLS.keys() - MODULES
+    names = (symbol.rpartition(".") for symbol in symbols)
+    return tuple(sorted(name for parent, _, name in names if parent == module and not name.startswith("_")))
 
 
 def _pairs(targets: list[ast.expr], value: ast.expr) -> list[tuple[str, ast.expr]]:

@@ -1,21 +1,36 @@
-"""Whether two statements of a function can run in one iteration, as the ``if`` statements around them tell."""
+"""What the ``if`` statements around a statement say of the runs in which it is reached."""
 
 from __future__ import annotations
 
 import ast
+import re
 
-from ampcompat.tools.check.bindings import dotted
 from ampcompat.tools.check.source import SCOPES, Source, once
 
 LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
-EXITS = ("exit", "quit", "sys.exit", "os._exit")
 #: The text of a test, and whether it holds.
 Condition = tuple[str, bool]
+#: What stands before the last part of a dotted name: a method's ``self.args.fp16`` is a function's ``args.fp16``.
+PREFIX = re.compile(r"\b[a-zA-Z_]\w*\.")
+HALF = re.compile(r"(?<!b)float16|fp16|half")
+WIDE = re.compile(r"bfloat16|float32|float64|double")
+AMP = re.compile(r"(\b|_)amp|apex|fp16|half|mixed")
 
 
-def exclusive(source: Source, earlier: ast.AST, later: ast.AST) -> bool:
-    """Whether ``later`` does not run in an iteration in which ``earlier`` has run."""
-    return _leaves_before(source, earlier, later) or contradict(source, earlier, later)
+@once
+def conditions(source: Source, node: ast.AST) -> frozenset[Condition]:
+    """The tests of the ``if`` statements around ``node`` in its function, and of those above it that leave."""
+    found: set[Condition] = set()
+    for child, parent in source.around(node):
+        if isinstance(child, SCOPES):
+            break
+        place = source.place(child)
+        for earlier in [] if place is None else place.block[: place.position]:
+            if isinstance(earlier, ast.If) and isinstance(earlier.body[-1], LEAVES):
+                found |= _of_test(source, earlier.test, False)
+        if isinstance(parent, ast.If):
+            found |= _of_test(source, parent.test, source.field(child) == "body")
+    return frozenset(found)
 
 
 def contradict(source: Source, first: ast.AST, second: ast.AST) -> bool:
@@ -24,36 +39,32 @@ def contradict(source: Source, first: ast.AST, second: ast.AST) -> bool:
     return any((test, not holds) in known for test, holds in conditions(source, first))
 
 
-def has_alternative(source: Source, node: ast.AST) -> bool:
-    """Whether an ``if`` of its function may run something else in the place of ``node``."""
-    for child, parent in source.around(node):
-        if isinstance(parent, SCOPES):
-            return False
-        if isinstance(parent, ast.If) and parent.orelse:
-            return True
-        place = source.place(child)
-        earlier = [] if place is None else place.block[: place.position]
-        if any(isinstance(statement, ast.If) and _leaves(statement.body[-1]) for statement in earlier):
+def is_not_half(source: Source, node: ast.AST) -> bool:
+    """Whether a test around ``node`` says that it is reached with another dtype than float16."""
+    for test, holds in conditions(source, node):
+        if " or " in test:
+            continue
+        names_half = HALF.search(test) is not None
+        names_other = "dtype" in test and WIDE.search(test) is not None
+        if (names_half and not holds) or (names_other and not names_half and holds):
             return True
     return False
 
 
-@once
-def conditions(source: Source, node: ast.AST) -> frozenset[Condition]:
-    """The tests of the ``if`` statements around ``node`` in its function."""
-    found: set[Condition] = set()
-    for child, parent in source.around(node):
-        if isinstance(parent, ast.If):
-            found |= _of_test(source, parent.test, source.field(child) == "body")
-        if isinstance(parent, SCOPES):
-            break
-    return frozenset(found)
+def is_without_amp(source: Source, node: ast.AST) -> bool:
+    """Whether a test around ``node`` says that it is reached without amp: the ``else`` of ``if use_amp``."""
+    return any(AMP.search(test.lower()) and not holds for test, holds in conditions(source, node))
+
+
+def asks_for_level(source: Source, node: ast.AST) -> bool:
+    """Whether a test around ``node`` asks for the level."""
+    return any("opt_level" in test.lower() for test, _ in conditions(source, node))
 
 
 @once
 def _of_test(source: Source, test: ast.expr, holds: bool) -> set[Condition]:
     """What follows from a test that holds or does not, as a whole and in its parts."""
-    return {(ast.unparse(test), holds), *_parts(test, holds)}
+    return {(_text(test), holds), *_parts(test, holds)}
 
 
 def _parts(test: ast.expr, holds: bool) -> set[Condition]:
@@ -63,28 +74,14 @@ def _parts(test: ast.expr, holds: bool) -> set[Condition]:
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) is holds:
         return {condition for part in test.values for condition in _parts(part, holds)}
     if isinstance(test, ast.Compare) and len(test.ops) == 1:
-        left, right = ast.unparse(test.left), ast.unparse(test.comparators[0])
+        left, right = _text(test.left), _text(test.comparators[0])
         if isinstance(test.ops[0], ast.NotEq | ast.IsNot | ast.NotIn):
             return {(f"{left} == {right}", not holds)}
         if isinstance(test.ops[0], ast.Eq | ast.Is | ast.In):
             return {(f"{left} == {right}", holds)}
-    return {(ast.unparse(test), holds)}
+    return {(_text(test), holds)}
 
 
-def _leaves_before(source: Source, earlier: ast.AST, later: ast.AST) -> bool:
-    """Whether a branch that holds ``earlier`` ends the iteration, and ``later`` stands below that branch."""
-    around_later = set(source.ancestors(later))
-    for child, parent in source.around(earlier):
-        if isinstance(parent, SCOPES):
-            return False
-        place = source.place(child)
-        if isinstance(parent, ast.If) and parent not in around_later and place is not None and _leaves(place.block[-1]):
-            return True
-    return False
-
-
-def _leaves(last: ast.stmt) -> bool:
-    """Whether a statement ends the function, the iteration or the process."""
-    if isinstance(last, LEAVES):
-        return True
-    return isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) and dotted(last.value.func) in EXITS
+def _text(node: ast.expr) -> str:
+    """The code of a node, with the last part of each dotted name."""
+    return PREFIX.sub("", ast.unparse(node))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ampcompat.tools.check.mistakes import Mistake, Suspect
 from ampcompat.tools.check.programs import Import, imports
-from ampcompat.tools.check.settings import INITIALIZE, Initialization, governing, initializations
+from ampcompat.tools.check.settings import INITIALIZE, Initialization, initializations
 from ampcompat.tools.check.source import SCALE_LOSS, Source
 from ampcompat.tools.check.traps import TRAPS
 from ampcompat.tools.check.values import Values, options
@@ -54,7 +54,7 @@ class Facts:
         return cls(
             path=source.path,
             imports=frozenset(imports(source)),
-            initializations=tuple(initializations(source).values()),
+            initializations=tuple(dict.fromkeys(initializations(source).values())),
             options=options(source),
             uses_amp=bool(source.calls_to(*INITIALIZE, *SCALE_LOSS, "apex.amp.init")),
             scales=bool(source.calls_to(*SCALE_LOSS)),
@@ -76,7 +76,7 @@ def _suspects(source: Source) -> list[Suspect]:
 
 def _suspect(source: Source, name: str, mistake: Mistake) -> Suspect:
     finding = source.finding(mistake.node, "trap", name, "", mistake.note)
-    return Suspect(finding, mistake.grade, mistake.names_level, governing(source, mistake.node))
+    return Suspect(finding, mistake.grade)
 
 
 def _floats_sigmoid(source: Source) -> bool:

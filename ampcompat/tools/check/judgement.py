@@ -1,13 +1,12 @@
 """Decide what the suspects of each file come to, by the calls of ``amp.initialize`` that govern them.
 
-Such a call stands in the function, the class or the file of a suspect, or else in a file that imports that file or that
-it imports. No other file has any influence: a file has the same findings alone and among others.
+Such a call stands in the file of a suspect, or else in a file that imports that file or that it imports. No other file
+has any influence: a file has the same findings alone and among others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from ampcompat.tools.check.facts import Facts
 from ampcompat.tools.check.findings import NOTE, Finding
@@ -15,7 +14,7 @@ from ampcompat.tools.check.mistakes import Surroundings
 from ampcompat.tools.check.programs import Programs
 from ampcompat.tools.check.values import Values
 
-TOO_LONG = "has too much code to be searched for traps: split it, or leave it out ([tool.ampcompat] exclude)"
+TOO_LONG = "has too much code to be searched for traps: split it"
 
 
 def judged(files: Mapping[str, Facts]) -> Iterator[tuple[str, list[Finding]]]:
@@ -44,17 +43,16 @@ def _of_file(facts: Facts, program: Sequence[Facts], relatives: Sequence[Facts])
         return
     if facts.is_too_long:
         yield Finding(facts.path, 0, 0, "file", "too_long", NOTE, TOO_LONG)
+    options = _options(facts, program)
+    calls = facts.initializations or [call for other in relatives for call in other.initializations]
     around = Surroundings(
-        calls=(),
+        calls=[call.looked_up(options) for call in calls],
         float_sigmoid=any(other.float_sigmoid for other in program),
         scales_elsewhere=any(other.scales for other in relatives),
         is_half_by_hand=any(other.is_half_by_hand for other in program),
     )
-    options = _options(facts, program)
-    beside = [call for other in relatives for call in other.initializations]
     for suspect in facts.suspects:
-        calls = [call.looked_up(options) for call in suspect.calls or beside]
-        finding = suspect.judged(replace(around, calls=calls))
+        finding = suspect.judged(around)
         if finding is not None:
             yield finding
 

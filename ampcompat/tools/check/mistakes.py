@@ -22,13 +22,11 @@ class Mistake:
         node: Where it is.
         note: What goes wrong, and the fix.
         grade: How bad it is in a setting, or in every one.
-        names_level: Whether it depends on the level, so that the levels at which it is a mistake are named.
     """
 
     node: ast.AST
     note: str
     grade: Grade | str
-    names_level: bool = True
 
 
 @dataclass(frozen=True)
@@ -55,14 +53,10 @@ class Suspect:
     Attributes:
         finding: What is reported of it, still without a level.
         grade: As of :class:`Mistake`.
-        names_level: As of :class:`Mistake`.
-        calls: The calls of ``initialize`` in the file that govern it.
     """
 
     finding: Finding
     grade: Grade | str
-    names_level: bool
-    calls: tuple[Initialization, ...]
 
     def judged(self, around: Surroundings) -> Finding | None:
         """The finding that it comes to; None where it is no mistake."""
@@ -71,15 +65,7 @@ class Suspect:
         if not around.calls and around.is_half_by_hand:
             level = self.grade(HALF_BY_HAND)
             return None if level is None else replace(self.finding, level=level)
-        if not self.names_level:
-            return self._at_any_level(self.grade, around)
         return self._as_error(self.grade, around) or self._as_warning(self.grade, around)
-
-    def _at_any_level(self, grade: Grade, around: Surroundings) -> Finding | None:
-        """An error, if it is one after each of the calls, whatever the level."""
-        settings = [_setting(call, name, around) for call in around.calls for name in call.levels()]
-        is_error = settings != [] and all(grade(setting) == ERROR for setting in settings)
-        return replace(self.finding, level=ERROR) if is_error else None
 
     def _as_error(self, grade: Grade, around: Surroundings) -> Finding | None:
         """An error, if it is one at the usual level of each of the calls."""

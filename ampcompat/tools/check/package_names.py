@@ -30,6 +30,19 @@ def binds(module: str, name: str) -> bool:
 
 
 @functools.cache
+def exports(module: str) -> frozenset[str]:
+    """The names that ``__all__`` of ampcompat's ``module`` lists; none without one."""
+    file = PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    names: set[str] = set()
+    for node in ast.parse(file.read_bytes()).body:
+        is_first = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        adds = isinstance(node, ast.AugAssign) and ast.unparse(node.target) == "__all__"
+        if isinstance(node, ast.Assign | ast.AugAssign) and (is_first or adds):
+            names.update(ast.literal_eval(node.value))
+    return frozenset(names)
+
+
+@functools.cache
 def _owned(file: Path) -> frozenset[str]:
     """Names of :func:`_bound` less those that come from other packages."""
     if not file.is_file():

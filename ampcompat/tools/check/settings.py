@@ -1,23 +1,22 @@
-"""Calls of ``amp.initialize``: which code each governs, and in which settings that code may run."""
+"""Calls of ``amp.initialize``, and the settings in which the code that they govern may run."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ampcompat.tools.check.levels import LEVELS, Level
-from ampcompat.tools.check.source import SCOPES, Source, argument, once
+from ampcompat.tools.check.source import Source, argument, once
 from ampcompat.tools.check.values import UNKNOWN, Values, values_of
 
 INITIALIZE = ("apex.amp.initialize", "apex.amp.frontend.initialize")
 DEFAULT_LEVEL = "O1"
 DEFAULT = Values.only(DEFAULT_LEVEL)
-ONE_LOSS = Values.only(1)
 NOT_GIVEN = Values.only(None)
 #: The positions of the arguments that traps ask for.
-POSITIONS = {"opt_level": 3, "patch_torch_functions": 5, "master_weights": 7, "loss_scale": 8, "num_losses": 10}
+POSITIONS = {"opt_level": 3, "patch_torch_functions": 5, "master_weights": 7, "loss_scale": 8}
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,6 @@ class Setting:
         functions: The dtype that functions are cast to; "" for none.
         masters: Whether the optimizer steps float32 masters.
         is_scaled: Whether the loss is multiplied by a scale.
-        num_losses: The number of losses.
         float_sigmoid: Whether ``torch.sigmoid`` is registered to run in float32, or banned functions are allowed.
         scales_elsewhere: Whether a file that an import ties to the code scales losses.
     """
@@ -38,7 +36,6 @@ class Setting:
     functions: str
     masters: bool | None
     is_scaled: bool | None
-    num_losses: int | None = None
     float_sigmoid: bool = False
     scales_elsewhere: bool = False
 
@@ -55,7 +52,6 @@ class Initialization:
     patch_torch_functions: Values = NOT_GIVEN
     master_weights: Values = NOT_GIVEN
     loss_scale: Values = NOT_GIVEN
-    num_losses: Values = ONE_LOSS
     is_off: bool = False
 
     @classmethod
@@ -105,13 +101,11 @@ class Initialization:
             return Setting(weights="", functions="", masters=False, is_scaled=False)
         level = LEVELS[name]
         patches = self.patch_torch_functions.usual
-        num_losses = self.num_losses.usual
         return Setting(
             weights=level.weights,
             functions="" if patches is False else level.functions,
             masters=self._masters(level),
             is_scaled=self._is_scaled(level),
-            num_losses=num_losses if isinstance(num_losses, int) else None,
         )
 
     def _masters(self, level: Level) -> bool | None:
@@ -136,7 +130,7 @@ def _is_scale(value: object) -> bool:
 
 
 #: What is in force where no call of ``initialize`` is known: any level, with the options of its row.
-ANY_LEVEL = Initialization(opt_level=Values(), num_losses=Values())
+ANY_LEVEL = Initialization(opt_level=Values())
 #: A model that ``fp16_utils`` make half.
 HALF_BY_HAND = Setting(weights="float16", functions="", masters=None, is_scaled=None)
 
@@ -145,29 +139,3 @@ HALF_BY_HAND = Setting(weights="float16", functions="", masters=None, is_scaled=
 def initializations(source: Source) -> dict[ast.Call, Initialization]:
     """The calls of ``initialize`` in a file."""
     return {call: Initialization.of(source, call) for call in source.calls_to(*INITIALIZE)}
-
-
-def governing(source: Source, node: ast.AST) -> tuple[Initialization, ...]:
-    """The calls of ``initialize`` that govern a node: in its function, or else in its class, or else in its file."""
-    for part in (*_parts_around(source, node), source.tree):
-        within = _within(source).get(part)
-        if within is not None:
-            return within
-    return ()
-
-
-@once
-def _within(source: Source) -> dict[ast.AST, tuple[Initialization, ...]]:
-    """The different calls of ``initialize`` in each function, in each class and in the file, where there are some."""
-    found: dict[ast.AST, dict[Initialization, None]] = {}
-    for call, initialization in initializations(source).items():
-        for part in (*_parts_around(source, call), source.tree):
-            found.setdefault(part, {})[initialization] = None
-    return {part: tuple(calls) for part, calls in found.items()}
-
-
-def _parts_around(source: Source, node: ast.AST) -> Iterator[ast.AST]:
-    """The functions and classes around a node, the innermost first."""
-    for part in source.ancestors(node):
-        if isinstance(part, (*SCOPES, ast.ClassDef)):
-            yield part

@@ -16,8 +16,8 @@ from ampcompat.tools.check.symbols import ON_OPTIMIZERS
 
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 SCALE_LOSS = ("apex.amp.scale_loss", "apex.amp.handle.scale_loss")
-#: What a text that uses apex has in it: a name of it, or of what it leaves on optimizers.
-MENTIONS = ("apex", "ampcompat", NATIVE, *EXTENSIONS, *ON_OPTIMIZERS)
+#: What a text that uses apex has in it: a name of it, or of what it leaves on optimizers, or an ``ApexScaler``.
+MENTIONS = ("apex", "Apex", "ampcompat", NATIVE, *EXTENSIONS, *ON_OPTIMIZERS)
 Node = TypeVar("Node", bound=ast.AST)
 #: ``try``, and from Python 3.11 on the one with ``except*``.
 _TRY_STAR: type[ast.AST] = getattr(ast, "TryStar", ast.Try)
@@ -190,11 +190,11 @@ class Source:
             return None
         name = dotted(node)
         bound = self.bindings.bound(name)
-        if bound is None or ("." not in bound and self._is_parameter(bound, node)):
+        if bound is None or ("." not in bound and self.is_parameter(bound, node)):
             return None
         return self.bindings.resolve(name)
 
-    def _is_parameter(self, name: str, node: ast.AST) -> bool:
+    def is_parameter(self, name: str, node: ast.AST) -> bool:
         """Whether ``name`` means a parameter of a function around ``node``."""
         scope = self.scope(node)
         while isinstance(scope, SCOPES):

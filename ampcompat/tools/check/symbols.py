@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.findings import DIFFERS, UNSUPPORTED, WORKS
-from ampcompat.tools.check.package_names import binds
+from ampcompat.tools.check.package_names import binds, exports
 
 
 class Symbol(NamedTuple):
@@ -24,11 +25,8 @@ def _works(parent: str, names: str) -> dict[str, Symbol]:
 
 MODULES = frozenset(
     {
-        "amp_C",
+        *EXTENSIONS,
         "apex",
-        "apex_C",
-        "fused_adam_cuda",
-        "fused_layer_norm_cuda",
         "apex.amp",
         "apex.amp._amp_state",
         "apex.amp._initialize",
@@ -74,6 +72,9 @@ MODULES = frozenset(
         "apex.contrib.xentropy.softmax_xentropy",
         "apex.mlp",
         "apex.mlp.mlp",
+        "apex._autocast_utils",
+        "apex.amp.compat",
+        "apex.amp.rnn_compat",
     }
 )
 """Names under which an unknown attribute is an unknown symbol; anywhere else it belongs to the symbol before it."""
@@ -101,8 +102,6 @@ SYMBOLS: dict[str, Symbol] = {
     "apex.amp.register_float_function": Symbol(
         DIFFERS, "a registered class keeps its identity: its forward is wrapped, where apex replaced the class"
     ),
-    "apex.amp.rnn_compat": Symbol(UNSUPPORTED, "recurrent layers are cast by native autocast; drop the call"),
-    "apex.amp.compat": Symbol(UNSUPPORTED, "checks for old torch versions; drop the call"),
     "apex.amp.wrap": Symbol(UNSUPPORTED, "use amp.half_function, amp.float_function and amp.promote_function"),
     **_works("apex.amp.lists", "functional_overrides torch_overrides tensor_overrides"),
     **_works("apex.amp.lists.functional_overrides", "MODULE FP16_FUNCS FP32_FUNCS BANNED_FUNCS"),
@@ -143,12 +142,6 @@ SYMBOLS: dict[str, Symbol] = {
         "DynamicLossScaler",
     ),
     **_works("apex.multi_tensor_apply", "multi_tensor_applier MultiTensorApply"),
-    **_works(
-        "amp_C",
-        "multi_tensor_scale multi_tensor_axpby multi_tensor_l2norm multi_tensor_lamb multi_tensor_adam "
-        "multi_tensor_sgd multi_tensor_lamb_stage1_cuda multi_tensor_lamb_stage2_cuda",
-    ),
-    **_works("apex_C", "flatten unflatten"),
     "apex.reparameterization": Symbol(UNSUPPORTED, "use torch.nn.utils.parametrizations.weight_norm"),
     "apex.RNN": Symbol(UNSUPPORTED, "use torch.nn.LSTM, torch.nn.GRU or torch.nn.RNN"),
     "apex.mlp.MLP": Symbol(DIFFERS, "plain torch.nn.functional.linear and the activation, not one fused kernel"),
@@ -157,11 +150,6 @@ SYMBOLS: dict[str, Symbol] = {
     "apex.transformer": Symbol(UNSUPPORTED, "use Megatron-Core, or torch.distributed.tensor.parallel"),
     "apex.pyprof": Symbol(UNSUPPORTED, "use torch.profiler"),
     "apex.contrib": Symbol(UNSUPPORTED, "use the torch operation of the same purpose"),
-    **_works("apex.contrib.optimizers", "FP16_Optimizer FusedAdam FusedLAMB FusedSGD"),
-    **_works("apex.contrib.optimizers.fp16_optimizer", "FP16_Optimizer"),
-    **_works("apex.contrib.optimizers.fused_adam", "FusedAdam"),
-    **_works("apex.contrib.optimizers.fused_lamb", "FusedLAMB"),
-    **_works("apex.contrib.optimizers.fused_sgd", "FusedSGD"),
     **_works("apex.contrib.clip_grad.clip_grad", "clip_grad_norm_"),
     "apex.contrib.xentropy.softmax_xentropy.SoftmaxCrossEntropyLoss": Symbol(
         DIFFERS, "torch.nn.functional.cross_entropy underneath, not a kernel that works in place"
@@ -194,8 +182,8 @@ ON_OPTIMIZERS = (
 def verdict(name: str) -> Symbol:
     """The verdict on a dotted name: its own entry, or that of the longest known prefix.
 
-    Below a module, a name without an entry works when ampcompat's module of that name binds it; below a class or
-    function it is an attribute of that.
+    Below a module, a name without an entry works when ampcompat's module of that name binds it, or exports it if it is
+    one of :data:`EXTENSIONS`; below a class or function it is an attribute of that.
     """
     known = _known_part(name)
     if not known:
@@ -203,8 +191,11 @@ def verdict(name: str) -> Symbol:
     if known == name or known not in MODULES:
         return SYMBOLS[known]
     attribute = name[len(known) + 1 :].partition(".")[0]
-    module = f"ampcompat{known.removeprefix('apex')}" if known.startswith("apex") else f"ampcompat.{known}"
-    if binds(module, attribute) or attribute.startswith("__"):  # every module has `__dict__`, `__file__`
+    if known in EXTENSIONS:
+        is_supplied = attribute in exports(f"ampcompat.{known}")
+    else:
+        is_supplied = binds(f"ampcompat{known.removeprefix('apex')}", attribute)
+    if is_supplied or attribute.startswith("__"):  # every module has `__dict__`, `__file__`
         return Symbol(WORKS)
     return Symbol(UNSUPPORTED, f"{known} has no {attribute} that is provided here")
 

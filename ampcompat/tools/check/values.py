@@ -6,8 +6,8 @@ import ast
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ampcompat.tools.check.bindings import dotted, parameters
-from ampcompat.tools.check.source import SCOPES, Source, once
+from ampcompat.tools.check.bindings import dotted
+from ampcompat.tools.check.source import Source, once
 
 UNKNOWN = object()
 #: Names of names that are followed until a value is given up.
@@ -64,20 +64,11 @@ def _of_name(source: Source, node: ast.Name | ast.Attribute, most_names: int) ->
     if isinstance(node, ast.Attribute):
         if not given:
             return Values(option=node.attr)
-        if node.attr in options(source):
+        if node.attr in _declarations(source):
             return Values()  # the option is overwritten, perhaps
-    elif _is_parameter(source, node):
+    elif source.is_parameter(node.id, node):
         return Values()
     return values_of(source, given[0], most_names) if len(given) == 1 else Values()
-
-
-def _is_parameter(source: Source, name: ast.Name) -> bool:
-    scope = source.scope(name)
-    while isinstance(scope, SCOPES):
-        if name.id in parameters(scope):
-            return True
-        scope = source.scope(scope)
-    return False
 
 
 @once
@@ -101,15 +92,23 @@ def _given(source: Source) -> dict[str, list[ast.expr | None]]:
 def options(source: Source) -> dict[str, Values]:
     """The options that a file declares with argparse, by the names of their values."""
     found: dict[str, Values] = {}
-    for call in source.calls_named("add_argument"):
-        keywords = {keyword.arg: keyword.value for keyword in call.keywords}
-        name = _destination(call, keywords.get("dest"))
-        found[name] = Values() if name in found or name in _set_defaults(source) else _declared(source, keywords)
+    for name, calls in _declarations(source).items():
+        found[name] = _declared(source, calls[0]) if len(calls) == 1 else Values()
     return found
 
 
-def _destination(call: ast.Call, dest: ast.expr | None) -> str:
+@once
+def _declarations(source: Source) -> dict[str, list[ast.Call]]:
+    """The calls of ``add_argument``, by the names of the options' values."""
+    found: dict[str, list[ast.Call]] = {}
+    for call in source.calls_named("add_argument"):
+        found.setdefault(_destination(call), []).append(call)
+    return found
+
+
+def _destination(call: ast.Call) -> str:
     """The name of an option's value: ``dest``, or that of its first long flag, as argparse makes it."""
+    dest = {keyword.arg: keyword.value for keyword in call.keywords}.get("dest")
     if isinstance(dest, ast.Constant):
         return str(dest.value)
     flags = [str(flag.value) for flag in call.args if isinstance(flag, ast.Constant)]
@@ -118,8 +117,9 @@ def _destination(call: ast.Call, dest: ast.expr | None) -> str:
     return first.lstrip("-").replace("-", "_")
 
 
-def _declared(source: Source, keywords: Mapping[str | None, ast.expr]) -> Values:
+def _declared(source: Source, call: ast.Call) -> Values:
     """The default and the choices of an option."""
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
     default: object = None
     if "default" in keywords:
         default = values_of(source, keywords["default"]).usual
@@ -128,8 +128,3 @@ def _declared(source: Source, keywords: Mapping[str | None, ast.expr]) -> Values
         return Values(default)
     listed = [values_of(source, choice).usual for choice in choices.elts]
     return Values(default, tuple(choice for choice in listed if choice is not UNKNOWN), UNKNOWN in listed)
-
-
-def _set_defaults(source: Source) -> set[str | None]:
-    """Options whose defaults are set elsewhere, by ``parser.set_defaults``."""
-    return {keyword.arg for call in source.calls_named("set_defaults") for keyword in call.keywords}

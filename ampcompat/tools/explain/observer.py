@@ -174,6 +174,10 @@ class OverflowExplainer:
         self.loss_watch.stop()
         hide_tools(error.__traceback__)
 
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Look at weights that the script has written since the block: the step is not to answer for them."""
+        self._steps_of(optimizer).look_at_written(optimizer)
+
     def on_step(self, optimizer: Optimizer, skipped: bool | None) -> None:
         """Explain a skipped step, or one that left a weight not finite; forget the forwards of any other.
 

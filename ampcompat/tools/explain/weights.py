@@ -52,14 +52,18 @@ class Steps:
         self.history.begin(sizes)
 
     def begin_block(self, optimizer: Optimizer, scaler: LossScaler) -> None:
-        """Note the scale, and look at weights that something other than a step has written: one host sync, if so.
-
-        The step to come is to answer for its own writing alone.
-        """
+        """Note the scale, and look at weights that something other than a step has written."""
         self.scaler = scaler
         self._numbers[scaler] = numbers_of(scaler)
         if self.lost_to is not None and not gradients_of(optimizer):
             self.lost_to = None  # the script has dropped that batch
+        self.look_at_written(optimizer)
+
+    def look_at_written(self, optimizer: Optimizer) -> None:
+        """Look at weights that something other than a step has written: one host sync, if so.
+
+        The step to come is to answer for its own writing alone.
+        """
         if self.is_watched and self._versions != _versions(optimizer):
             self._look(optimizer)
 

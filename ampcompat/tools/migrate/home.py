@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ampcompat.tools.check.source import Source
-
-NAME = "native_amp"
-CONTENT = Path(__file__).with_name(f"{NAME}.py")
+from ampcompat.tools.migrate.parts import NAME
 
 
 class Home(NamedTuple):
@@ -34,7 +32,7 @@ def homes(wanting: Mapping[Path, Path], codes: Mapping[Path, str]) -> dict[Path,
     imported = _files_imported(codes)
     namespaces = {path: _namespace_package(path, root, codes, imported) for path, root in wanting.items()}
     tops = {path: namespace or _top_package(path, codes) for path, namespace in namespaces.items()}
-    there = [path.parent for path in codes if path.name == CONTENT.name and (path.parent / "__init__.py").exists()]
+    there = [path.parent for path in codes if path.name == f"{NAME}.py" and (path.parent / "__init__.py").exists()]
     packages: defaultdict[Path, set[Path]] = defaultdict(set)
     for top in (*tops.values(), *there):
         if top is not None:
@@ -85,7 +83,7 @@ def _package_of_script(path: Path, packages: Mapping[Path, set[Path]], codes: Ma
         if module in seen or module not in codes:
             continue
         seen.add(module)
-        for name in sorted(_imported(codes[module])):
+        for name in sorted(imported(codes[module])):
             if name in by_name:
                 return by_name[name]
             waiting.append(path.parent / f"{name}.py")
@@ -105,7 +103,7 @@ def _top_package(path: Path, codes: Mapping[Path, str]) -> Path | None:
 def _is_script(path: Path, top: Path, codes: Mapping[Path, str]) -> bool:
     """Whether a file in a package is run by its path: it imports a neighbour by a bare name, or nothing imports it."""
     code = codes.get(path, "")
-    names = _imported(code)
+    names = imported(code)
     if path.name == "__init__.py" or top.name in names or _imports_relatively(code):
         return False
     if any((path.parent / f"{name}.py").exists() for name in names):
@@ -123,7 +121,7 @@ def _mentioned(code: str) -> set[str]:
     return found
 
 
-def _imported(code: str) -> set[str]:
+def imported(code: str) -> set[str]:
     """The first parts of what a source imports."""
     found: set[str] = set()
     for node in _imports(code):

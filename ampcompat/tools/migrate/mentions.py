@@ -57,4 +57,4 @@ def note_install_advice(edits: Edits, what: str) -> None:
     """Note texts that tell users to install apex."""
     for text in edits.source.kind(ast.Constant):
         if isinstance(text.value, str) and INSTALL_APEX.search(text.value):
-            edits.notes.append(f"{edits.text(text)} tells users to install apex; {what}")
+            edits.notes.append(f"line {text.lineno}: {edits.text(text)} tells users to install apex; {what}")

@@ -22,13 +22,29 @@ def note_losses_of_methods(source: Source) -> Iterator[str]:
         if any(name in losses for target in node.targets for name in _names(target))
     ]
     calls = {call for expression in (*expressions, *_scaled(source)) for call in _calls(expression)}
+    running = _methods_that_run_forward(source)
     for call in sorted(calls, key=lambda call: call.lineno):
         model, _, method = dotted(call.func).rpartition(".")
-        if model.removesuffix(".module") in models and method not in HARMLESS:
-            yield (
-                f"line {call.lineno}: {model}.{method}(...) runs in float32, since only the forward of a model is "
-                "under autocast; call it under torch.autocast and use .float() of what it returns"
-            )
+        if model.removesuffix(".module") not in models or method in HARMLESS or method in running:
+            continue
+        yield (
+            f"line {call.lineno}: {model}.{method}(...) runs in float32 unless it calls the model itself, since only "
+            "the forward of a model is under autocast; call it under torch.autocast and use .float() of what it returns"
+        )
+
+
+def _methods_that_run_forward(source: Source) -> set[str]:
+    """The methods that call ``self(...)`` or ``self.forward(...)``, or another method that does."""
+    called: dict[str, set[str]] = {}
+    for method in source.kind(ast.FunctionDef):
+        names = called.setdefault(method.name, set())
+        names |= {dotted(call.func) for call in ast.walk(method) if isinstance(call, ast.Call)}
+    running = {"self", "self.forward"}
+    while True:
+        found = {f"self.{name}" for name, names in called.items() if names & running}
+        if found <= running:
+            return {name.removeprefix("self.") for name in running}
+        running |= found
 
 
 def _models(source: Source) -> Iterator[str]:

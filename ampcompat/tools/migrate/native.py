@@ -19,15 +19,16 @@ from ampcompat.tools.check.findings import UNSUPPORTED
 from ampcompat.tools.check.source import Source
 from ampcompat.tools.check.symbols import MODULES, ON_OPTIMIZERS, canonical, verdict
 from ampcompat.tools.migrate.edits import Edits
-from ampcompat.tools.migrate.home import NAME
 from ampcompat.tools.migrate.mentions import INSTALLED, is_apex, listed, mentions, note_install_advice, probes
 from ampcompat.tools.migrate.methods import note_losses_of_methods
+from ampcompat.tools.migrate.parts import NAME
 from ampcompat.tools.migrate.provided import attributes, has, takes
 from ampcompat.tools.migrate.replaced import (
     TO_FLOAT,
     advice,
     counterpart,
     has_counterpart,
+    note,
     refused_arguments,
     write_arguments,
 )
@@ -133,7 +134,7 @@ class _Rewriting:
             self.needs_torch = True
             self.edits.replace(node, name)
             if call is not None:
-                write_arguments(symbol, call, self.edits)
+                self._arguments(symbol, call)
         elif symbol in TO_FLOAT and call is not None and len(call.args) == 1:
             simple = isinstance(call.args[0], ast.Name | ast.Attribute | ast.Call | ast.Subscript)
             self.edits.between(call, call.args[0], "" if simple else "(", ".item()" if simple else ").item()")
@@ -228,7 +229,14 @@ class _Rewriting:
             if symbol in _RENAMED:
                 self.edits.replace(use.node, f"{name.rpartition('.')[2]}.{method}")
             if use.call is not None:
-                write_arguments(symbol, use.call, self.edits)
+                self._arguments(symbol, use.call)
+
+    def _arguments(self, symbol: str, call: ast.Call) -> None:
+        """Give a call torch's arguments, and note what else to know."""
+        write_arguments(symbol, call, self.edits)
+        message = note(symbol, call, self.edits)
+        if message is not None:
+            self.edits.notes.append(message)
 
     def _mark_use(self, node: ast.AST, symbol: str) -> None:
         self.edits.mark(node, f"{canonical(symbol)}: {_why_left(symbol)}")

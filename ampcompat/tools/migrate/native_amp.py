@@ -1,6 +1,7 @@
 """The functions of ``apex.amp`` that training scripts call, on plain ``torch.autocast``.
 
 ``ampcompat migrate --to native`` put this file here. It needs torch 2.4 or later and nothing else, and it is yours.
+Written by ampcompat with all of its parts.
 
 One step of training, with a loss scale of 1024, that gives a weight a gradient of 3::
 
@@ -11,16 +12,16 @@ One step of training, with a loss scale of 1024, that gives a weight a gradient 
                                                            # at the end: divided by 1024, it is 3; an overflow
                                                            # halves the scale, 2000 blocks without one double it
     optimizer.step()                                       # left out after an overflow
+    optimizer.zero_grad()                                  # gradients that overflowed stay until they are cleared
 
 What differs from apex:
 
 - Weights are float32 at every level. O2 and O3 are O1 with another loss scale, O5 is O4.
 - Casts hold in the model's forward. Code outside of it (a loss function, another method of the model) runs in float32.
 - Operations follow autocast's lists. On a CPU these have pow, sum and norms in half, which may become inf there; apex,
-  and autocast on CUDA, compute them in float32.
+  and autocast on CUDA, compute them in float32. Many CPUs have no LSTM in half ("could not create a primitive").
 - The backward of an ``autograd.Function`` of yours is not under autocast: decorate the class's two methods with
   ``torch.amp.custom_fwd`` and ``torch.amp.custom_bwd``.
-- A skipped step leaves gradients of zero.
 """
 
 from __future__ import annotations
@@ -29,27 +30,29 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import gc  # <checkpoints>
 import types
-import warnings
+import warnings  # <checkpoints, unused_forwards>
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
+# <star_imports>
 __all__ = [
-    "disable_casts",
-    "float_function",
-    "half_function",
+    "disable_casts",  # <functions>
+    "float_function",  # <functions>
+    "half_function",  # <functions>
     "initialize",
-    "load_state_dict",
+    "load_state_dict",  # <checkpoints>
     "master_params",
-    "register_float_function",
-    "register_half_function",
+    "register_float_function",  # <functions>
+    "register_half_function",  # <functions>
     "scale_loss",
-    "state_dict",
+    "state_dict",  # <checkpoints>
 ]
-
+# </star_imports>
 #: The dtype of a model's forward, and the loss scale, of each opt_level.
 LEVELS: dict[str, tuple[torch.dtype | None, str | float]] = {
     "O0": (None, 1.0),
@@ -62,28 +65,28 @@ LEVELS: dict[str, tuple[torch.dtype | None, str | float]] = {
 #: Before torch 2.7, weights that were cast under ``no_grad`` got no gradient from the rest of the same forward.
 CACHE_ENABLED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
 
-#: What the last call of ``initialize`` made, and all optimizers and models under amp that are alive.
+#: What the last call of ``initialize`` made, and the optimizers and models of all calls that are alive.
 _amp_state = types.SimpleNamespace(
     loss_scalers=[],
     opt_properties=None,
     verbosity=1,
     device_type="cpu",
-    optimizers=weakref.WeakSet(),
+    optimizers=weakref.WeakKeyDictionary(),  # in the order of their calls
+    # <unused_forwards>
     models_to_watch=weakref.WeakSet(),  # models whose forward has not run yet
+    # </unused_forwards>
 )
 
 
 class LossScaler:
     """A loss scale. A dynamic one is halved by an overflow, and doubled after 2000 blocks without one."""
 
-    def __init__(
-        self, loss_id: int, loss_scale: str | float, min_loss_scale: float | None, max_loss_scale: float
-    ) -> None:
+    def __init__(self, loss_id: int, loss_scale: str | float, minimum: float | None, maximum: float) -> None:
         self.loss_id = loss_id
         self.dynamic = loss_scale == "dynamic"
-        self._loss_scale = min(2.0**16, max_loss_scale) if self.dynamic else float(loss_scale)
-        self._min_loss_scale = 2.0**-24 if min_loss_scale is None else min_loss_scale
-        self._max_loss_scale = max_loss_scale
+        self._loss_scale = min(2.0**16, maximum) if self.dynamic else float(loss_scale)
+        self._min_loss_scale = 2.0**-24 if minimum is None else minimum
+        self._max_loss_scale = maximum
         self._scale_seq_len = 2000
         self._unskipped = 0
         self._has_overflow = False
@@ -129,9 +132,6 @@ def initialize(
     optimizer_list = [] if optimizers is None else _as_list(optimizers)
     if opt_level not in LEVELS:
         raise RuntimeError(f"opt_level={opt_level!r} is not one of {', '.join(LEVELS)}; they begin with the letter O")
-    named_level = f"O{str(enabled)[1:]}"  # of "O2", "o2" or "02" in the place of ``enabled``
-    if named_level in LEVELS and named_level != opt_level:
-        raise TypeError(f"the third argument of initialize is enabled; pass opt_level={named_level!r} by name")
     dtype, default_scale = LEVELS[opt_level]
     if cast_model_type is not None:
         dtype = cast_model_type if cast_model_type in (torch.float16, torch.bfloat16) else None
@@ -147,8 +147,8 @@ def initialize(
     _amp_state.device_type = _device_type_of(model_list)
     for model in model_list:
         _wrap_forward(model, dtype if enabled else None, cast_model_outputs or torch.float32)
-    if enabled:
-        for optimizer in optimizer_list:
+    for optimizer in optimizer_list:
+        if enabled or hasattr(optimizer, "_amp_stash"):
             _wrap_step(optimizer)
     return models if optimizers is None else (models, optimizers)
 
@@ -163,48 +163,45 @@ def _as_list(value: Any) -> list[Any]:
 class _Forward:
     """Stands in the place of ``model.forward``, and runs it under autocast."""
 
-    def __init__(self, plain: Callable[..., Any]) -> None:
+    def __init__(self, plain: Callable[..., Any], device_type: str, dtype: Any, output_dtype: torch.dtype) -> None:
         self.__wrapped__ = plain  # where ``inspect.signature`` looks
-        self.device_type = "cpu"
-        self.dtype: torch.dtype | None = None
-        self.output_dtype = torch.float32
-        self.has_run = False
+        self.device_type = device_type
+        self.dtype = dtype
+        self.output_dtype = output_dtype
+        self.has_run = False  # <unused_forwards>
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.has_run = True
-        if self.dtype is None:
-            return self.__wrapped__(*args, **kwargs)
-        try:
-            with torch.autocast(self.device_type, self.dtype, cache_enabled=CACHE_ENABLED):
-                outputs = self.__wrapped__(*args, **kwargs)
-        except RuntimeError as error:
-            if "primitive descriptor for the LSTM" not in str(error):
-                raise
-            raise RuntimeError("this CPU has no LSTM in half precision; pass opt_level='O0' on a CPU") from error
-        return _map(outputs, lambda tensor: _as_output(tensor, self.output_dtype))
-
+    # <forward_attributes>
     def __getattr__(self, name: str) -> Any:
         """Answer for the model's own forward, whose ``__code__`` and ``__name__`` some callers read."""
         if name == "__wrapped__":  # asked for while this is being copied
             raise AttributeError(name)
         return getattr(self.__wrapped__, name)
 
+    # </forward_attributes>
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.has_run = True  # <unused_forwards>
+        if self.dtype is None:
+            return self.__wrapped__(*args, **kwargs)
+        with torch.autocast(self.device_type, self.dtype, cache_enabled=CACHE_ENABLED):
+            outputs = self.__wrapped__(*args, **kwargs)
+        outputs = _map(outputs, functools.partial(_cast_output, dtype=self.output_dtype))  # <retained_gradients>
+        return _map(outputs, functools.partial(_cast, dtype=self.output_dtype))
+
 
 def _wrap_forward(model: Any, dtype: torch.dtype | None, output_dtype: torch.dtype) -> None:
     """Make the forward of a model run under autocast in ``dtype``; None: as it did before amp."""
     model = getattr(model, "_orig_mod", model)  # of torch.compile
-    _amp_state.models_to_watch.discard(model)
-    if not isinstance(model.forward, _Forward):
-        if dtype is None:
-            return
-        model.forward = _Forward(model.forward)
-        model._replicate_for_data_parallel = types.MethodType(_replicate_for_data_parallel, model)
-    model.forward.device_type = _device_type_of([model])
-    model.forward.dtype = dtype
-    model.forward.output_dtype = output_dtype
-    model.forward.has_run = False
+    _amp_state.models_to_watch.discard(model)  # <unused_forwards>
+    is_wrapped = isinstance(model.forward, _Forward)
+    if dtype is None and not is_wrapped:
+        return
+    plain = model.forward.__wrapped__ if is_wrapped else model.forward
+    model.forward = _Forward(plain, _device_type_of([model]), dtype, output_dtype)
+    model._replicate_for_data_parallel = types.MethodType(_replicate_for_data_parallel, model)  # <data_parallel>
+    # <unused_forwards>
     if dtype is not None:
         _amp_state.models_to_watch.add(model)
+    # </unused_forwards>
 
 
 def _device_type_of(models: list[Any]) -> str:
@@ -214,15 +211,18 @@ def _device_type_of(models: list[Any]) -> str:
     return (device_types - {"cpu"} or device_types).pop()
 
 
+# <data_parallel>
 def _replicate_for_data_parallel(model: Any) -> Any:
     """Make a replica for ``torch.nn.DataParallel``, whose forward uses the weights of the replica."""
-    model.forward.has_run = True
+    model.forward.has_run = True  # <unused_forwards>
     replica = type(model)._replicate_for_data_parallel(model)
     replica.forward = copy.copy(model.forward)
     replica.forward.__wrapped__ = types.MethodType(model.forward.__wrapped__.__func__, replica)
     return replica
 
 
+# </data_parallel>
+# <unused_forwards>
 def _warn_of_unused_forwards() -> None:
     """Warn once of a model whose weights have gradients while its forward has never run."""
     for model in list(_amp_state.models_to_watch):
@@ -238,7 +238,9 @@ def _warn_of_unused_forwards() -> None:
             )
 
 
-def _as_output(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+# </unused_forwards>
+# <retained_gradients>
+def _cast_output(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a copy in ``dtype`` of a tensor that a model returns.
 
     Another output may depend on ``tensor`` without passing through its copy. After ``output.retain_grad()``, give the
@@ -258,6 +260,7 @@ def _as_output(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return output
 
 
+# </retained_gradients>
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
@@ -283,16 +286,15 @@ def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 # -- losses ------------------------------------------------------------------------------------------------------------
 @dataclasses.dataclass(eq=False)
 class _Block:
-    """A ``scale_loss`` block whose gradients are still multiplied by its scale.
-
-    It is open, or it ended with ``delay_unscale=True``. Until its gradients are unscaled, it is ``param._amp_block`` of
-    each of its parameters.
-    """
+    """A ``scale_loss`` block: ``param._amp_block`` of each of its parameters while their gradients are scaled."""
 
     params: dict[Any, None]
     scale: float
-    scalers: list[LossScaler]
-    is_open: bool = True
+    scaler: LossScaler
+    set_aside: list[tuple[Any, torch.Tensor, torch.Tensor]]  # see _set_aside
+    # <delayed_blocks>
+    earlier_scalers: list[LossScaler] = dataclasses.field(default_factory=list)  # of delayed blocks that it ends
+    # </delayed_blocks>
 
 
 @contextlib.contextmanager
@@ -301,69 +303,67 @@ def scale_loss(
     optimizers: Any,
     loss_id: int = 0,
     model: Any = None,
+    # <delayed_blocks>
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
+    # </delayed_blocks>
 ) -> Iterator[torch.Tensor]:
     """Yield the scaled loss. At the end, divide the gradients by the scale.
 
-    If the block raises, set them to None (accumulated ones too). With ``delay_unscale=True``, leave them scaled for the
-    next block: for all but the last of several backward passes before a step. Under
-    ``DistributedDataParallel.no_sync()`` it is needed, elsewhere it saves time. ``loss_id`` says which of the
-    ``num_losses`` scales is used; ``model`` and ``delay_overflow_check`` are not.
+    If the block raises, set them to None (accumulated ones too). ``loss_id`` says which of the ``num_losses`` scales is
+    used; ``model`` is not.
+    # <delayed_blocks>
+
+    With ``delay_unscale=True``, leave gradients scaled for the next block: for all but the last of several backward
+    passes before a step. Under ``DistributedDataParallel.no_sync()`` it is needed, elsewhere it saves time.
+    ``delay_overflow_check`` has no effect.
+    # </delayed_blocks>
     """
     optimizer_list = _as_list(optimizers)
     scalers = _loss_scalers_of(optimizer_list)
     if not scalers:  # enabled=False
         yield loss
         return
-    if loss_id not in range(-len(scalers), len(scalers)):
-        raise IndexError(f"loss_id={loss_id} with num_losses={len(scalers)}; pass a larger num_losses to initialize")
     scaler = scalers[loss_id]
-    if not scaler.dynamic and scaler.loss_scale() == 1.0:
-        with _dtype_errors_explained():
-            yield loss.float()
-        _warn_of_unused_forwards()
-        return
-    block = _begin(optimizer_list, scaler)
-    passes: list[str] = []  # the losses that a backward pass went through
+    scales = scaler.dynamic or scaler.loss_scale() != 1.0
+    block = _begin(optimizer_list if scales else [], scaler)  # without parameters, it has nothing to do
     try:
-        scaled_loss = loss.float() * block.scale
-        if scaled_loss.requires_grad:
-            loss.register_hook(lambda _: passes.append("loss"))  # type: ignore[no-untyped-call]
-            scaled_loss.register_hook(lambda _: passes.append("scaled loss"))  # type: ignore[no-untyped-call]
-        with _dtype_errors_explained():
-            yield scaled_loss
-    except BaseException:
-        for param in block.params:
-            param.grad = None
-            del param._amp_block
-        raise
-    block.is_open = False
-    if not delay_unscale:
-        _end(block)
-    if passes and "scaled loss" not in passes:
-        warnings.warn("backward() of the unscaled loss; call it on what scale_loss yields", stacklevel=3)
-    _warn_of_unused_forwards()
-
-
-@contextlib.contextmanager
-def _dtype_errors_explained() -> Iterator[None]:
-    """Name the fix where half and float32 tensors do not fit in a backward pass."""
-    try:
-        yield
+        yield loss.float() * block.scale
+    # <explanations>
     except RuntimeError as error:
-        if "Half" not in str(error) and "BFloat16" not in str(error):
-            raise
-        arguments = f"(device_type={_amp_state.device_type!r})"
-        raise RuntimeError(
-            f"{error}; if the backward of an autograd.Function raised this, decorate its forward with "
-            f"torch.amp.custom_fwd{arguments} and its backward with torch.amp.custom_bwd{arguments}"
-        ) from error
+        _abandon(block)
+        _explain_dtypes(error)
+        raise
+    # </explanations>
+    except BaseException:
+        _abandon(block)
+        raise
+    # <delayed_blocks>
+    if delay_unscale:
+        _delay(block)
+        return
+    # </delayed_blocks>
+    _end(block)
+    _warn_of_unused_forwards()  # <unused_forwards>
 
 
+# <explanations>
+def _explain_dtypes(error: RuntimeError) -> None:
+    """Name the fix where half and float32 tensors do not fit in a backward pass."""
+    if "Half" not in str(error) and "BFloat16" not in str(error):
+        return
+    arguments = f"(device_type={_amp_state.device_type!r})"
+    raise RuntimeError(
+        f"{error}; if the backward of an autograd.Function raised this, decorate its forward with "
+        f"torch.amp.custom_fwd{arguments} and its backward with torch.amp.custom_bwd{arguments}"
+    ) from error
+
+
+# </explanations>
 def _loss_scalers_of(optimizers: list[Any]) -> list[LossScaler]:
     """Return the loss scalers of the call of ``initialize`` that was given the optimizers; none where amp is off."""
-    _check_initialized("scale_loss")
+    if _amp_state.opt_properties is None:
+        raise RuntimeError("scale_loss before initialize; call amp.initialize of this module first")
     loss_scalers: list[LossScaler] = _amp_state.loss_scalers
     for optimizer in optimizers:
         if hasattr(optimizer, "_amp_stash"):
@@ -374,107 +374,156 @@ def _loss_scalers_of(optimizers: list[Any]) -> list[LossScaler]:
     return loss_scalers
 
 
-def _check_initialized(name: str) -> None:
-    if _amp_state.opt_properties is None:
-        raise RuntimeError(f"{name} before initialize; call amp.initialize of this module first")
-
-
 def _begin(optimizers: list[Any], scaler: LossScaler) -> _Block:
-    """Open a block, and multiply the gradients that are there by its scale.
-
-    Ended ``delay_unscale`` blocks whose parameters all belong to this one are merged into it; others are unscaled
-    first.
-    """
-    block = _Block(_params_of(optimizers), scaler.loss_scale(), [scaler])
+    """Open a block, and multiply the gradients that are there by its scale: its end divides these, too."""
+    block = _Block(_params_of(optimizers), scaler.loss_scale(), scaler, [])
     unscaled = dict(block.params)
-    for earlier in _blocks_of(block.params):
-        is_merged = earlier.params.keys() <= block.params.keys() and not earlier.is_open
-        if not is_merged:
-            _end(earlier)  # an open one raises
-            continue
-        _divide_gradients(earlier.params, earlier.scale / block.scale)
-        block.scalers += [other for other in earlier.scalers if other not in block.scalers]
-        for param in earlier.params:
-            del unscaled[param]
+    _refuse_scaled(unscaled)
+    # <delayed_blocks>
+    for delayed in _delayed_blocks_of(block.params):
+        if delayed.params.keys() <= block.params.keys():
+            _take_over(delayed, block)
+            for param in delayed.params:
+                del unscaled[param]
+        else:
+            _end_delayed(delayed.params)
+    # </delayed_blocks>
     for optimizer in optimizers:
-        if _update_overflow(optimizer):  # its next step is skipped, whatever comes
-            _zero_gradients(optimizer)
-    _divide_gradients(unscaled, 1 / block.scale)
+        if _has_overflow_left(optimizer):
+            block.set_aside += _set_aside(param for param in _params_of([optimizer]) if param in unscaled)
+    _multiply(_gradients_of(unscaled), block.scale)
     for param in block.params:
         param._amp_block = block
     return block
 
 
 def _end(block: _Block) -> None:
-    """Unscale the gradients of a block, move the scales, and note an overflow with the optimizers that use these."""
-    if block.is_open:
-        raise RuntimeError("gradients of these parameters are still scaled; end the scale_loss block that is open")
+    """Unscale the gradients of a block, move the scale, and note an overflow with the optimizers that use these."""
+    gradients = _gradients_of(block.params)
+    has_overflow = block.scaler.dynamic and not _are_finite(gradients)
+    _multiply(gradients, 1 / block.scale)
+    for param, gradient, value in block.set_aside:
+        if param.grad is gradient:  # it was not cleared in the block
+            gradient += value
     for param in block.params:
         del param._amp_block
-    has_overflow = not _divide_gradients(block.params, block.scale, check=block.scalers[0].dynamic)
-    for scaler in block.scalers:
+    if block.params:
+        block.scaler.update(has_overflow)
+    # <delayed_blocks>
+    for scaler in block.earlier_scalers:
         scaler.update(has_overflow)
+    # </delayed_blocks>
     if has_overflow:
         for optimizer in _amp_state.optimizers:
             if not block.params.keys().isdisjoint(_params_of([optimizer])):
-                optimizer._amp_stash.overflowed = block.scalers[0]
+                optimizer._amp_stash.overflowed = block.scaler
 
 
-def _blocks_of(params: Iterable[Any]) -> list[_Block]:
-    """Return the blocks that the gradients of ``params`` are scaled by."""
-    return list(dict.fromkeys(param._amp_block for param in params if hasattr(param, "_amp_block")))
+def _abandon(block: _Block) -> None:
+    """Drop the gradients of a block that raised."""
+    for param in block.params:
+        param.grad = None
+        del param._amp_block
 
 
+def _refuse_scaled(params: Iterable[Any]) -> None:
+    if any(hasattr(param, "_amp_block") for param in params):
+        raise RuntimeError("gradients of these parameters are still scaled; end the scale_loss block that is open")
+
+
+# <delayed_blocks>
+def _delay(block: _Block) -> None:
+    """Leave the gradients of a block scaled. It is ``param._amp_delayed`` of its parameters until it is ended."""
+    for param in block.params:
+        del param._amp_block
+        param._amp_delayed = block
+
+
+def _delayed_blocks_of(params: Iterable[Any]) -> list[_Block]:
+    return list(dict.fromkeys(param._amp_delayed for param in params if hasattr(param, "_amp_delayed")))
+
+
+def _end_delayed(params: Iterable[Any]) -> None:
+    """Unscale what delayed blocks have left."""
+    for block in _delayed_blocks_of(params):
+        for param in block.params:
+            del param._amp_delayed
+            param._amp_block = block
+        _end(block)
+
+
+def _take_over(delayed: _Block, block: _Block) -> None:
+    """Have a block end a delayed one together with itself."""
+    for param in delayed.params:
+        del param._amp_delayed
+    _multiply(_gradients_of(delayed.params), block.scale / delayed.scale)
+    block.set_aside += delayed.set_aside
+    scalers = [delayed.scaler, *delayed.earlier_scalers]
+    block.earlier_scalers += [scaler for scaler in scalers if scaler is not block.scaler]
+
+
+# </delayed_blocks>
 def _params_of(optimizers: Iterable[Any]) -> dict[Any, None]:
     """Return the parameters of optimizers, in order, each once."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     return dict.fromkeys(param for group in groups for param in group["params"])
 
 
-class _Gradients:
-    """Acts as an optimizer: ``GradScaler.step`` calls ``step`` here only if all gradients are finite."""
-
-    def __init__(self, params: Iterable[Any]) -> None:
-        self.params = [param for param in params if param.grad is not None]
-        self.param_groups = [{"params": self.params}]
-        self.are_finite = False
-
-    def step(self) -> None:
-        self.are_finite = True
+def _gradients_of(params: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the gradients that are there; of sparse ones, the values."""
+    grads = [param.grad for param in params if param.grad is not None]
+    return [grad._values() if grad.is_sparse else grad for grad in grads]
 
 
-def _divide_gradients(params: Iterable[Any], divisor: float, check: bool = False) -> bool:
-    """Divide gradients in one pass; with ``check``, return whether all are finite, which waits for the device once."""
-    gradients: Any = _Gradients(params)
-    if not gradients.params or (divisor == 1.0 and not check):
+@torch.no_grad()
+def _multiply(gradients: list[torch.Tensor], factor: float) -> None:
+    if gradients and factor != 1.0:
+        torch._foreach_mul_(gradients, factor)
+
+
+@torch.no_grad()
+def _are_finite(gradients: list[torch.Tensor]) -> bool:
+    """Return whether all gradients are finite, which waits for the device once."""
+    gradients = [gradient for gradient in gradients if gradient.numel() > 0]
+    if not gradients:
         return True
-    device = gradients.params[0].device
-    scaler = torch.amp.GradScaler(device.type, init_scale=divisor)
-    scaler.scale(torch.zeros((), device=device))  # puts the divisor on the device
-    if not check:
-        scaler.unscale_(gradients)
-        return True
-    scaler.step(gradients)
-    return bool(gradients.are_finite)
+    largest = torch._foreach_norm(gradients, float("inf"))  # NaN where there is one
+    return bool(torch.stack([norm.to(largest[0].device, torch.float32) for norm in largest]).isfinite().all())
+
+
+@torch.no_grad()
+def _set_aside(params: Iterable[Any]) -> list[tuple[Any, torch.Tensor, torch.Tensor]]:
+    """Zero gradients that overflowed: what is added is looked at. Return each with what it was."""
+    there = [(param, param.grad, param.grad.clone()) for param in params if param.grad is not None]
+    for _, gradient, _ in there:
+        gradient.zero_()
+    return there
 
 
 def master_params(optimizer: Any) -> Iterator[Any]:
     """Yield the parameters of an optimizer, which are their own masters, with unscaled gradients."""
-    for block in _blocks_of(_params_of([optimizer])):
-        if not block.is_open:
-            _end(block)
+    _end_delayed(_params_of([optimizer]))  # <delayed_blocks>
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
 def _wrap_step(optimizer: Any) -> None:
-    """Make an optimizer skip its step after an overflow: ``overflowed`` is the scaler of the block that had one."""
-    optimizer._amp_stash = types.SimpleNamespace(loss_scalers=_amp_state.loss_scalers, overflowed=None)
-    _amp_state.optimizers.add(optimizer)
+    """Make an optimizer skip its step after an overflow.
+
+    ``overflowed`` is the scaler of a block that overflowed since the last step. ``skipped``: gradients that
+    overflowed before it may be left.
+    """
+    optimizer._amp_stash = types.SimpleNamespace(loss_scalers=_amp_state.loss_scalers, overflowed=None, skipped=False)
+    _amp_state.optimizers.pop(optimizer, None)
+    _amp_state.optimizers[optimizer] = None
     step = optimizer.step
     if hasattr(step, "asks_amp"):
         return
+    # <fused_checkpoints>
+    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)):
+        optimizer.register_load_state_dict_pre_hook(_as_torch_saves)
+    # </fused_checkpoints>
 
     @functools.wraps(getattr(step, "__func__", step))
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -485,76 +534,69 @@ def _wrap_step(optimizer: Any) -> None:
 
 
 def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Unscale what delayed blocks have left, and step unless gradients overflowed."""
-    for block in _blocks_of(_params_of([optimizer])):
-        _end(block)
-    if _update_overflow(optimizer):
-        return _skip(optimizer)
-    closure = args[0] if args else kwargs.pop("closure", None)
-    if not callable(closure):
+    """Step, unless gradients overflowed. These stay: scripts look at them after the step."""
+    params = _params_of([optimizer])
+    _refuse_scaled(params)
+    _end_delayed(params)  # <delayed_blocks>
+    step = _with_checked_closure(optimizer, step)  # <closures>
+    reason = _reason_to_skip(optimizer)
+    if reason is None:
         return step(*args, **kwargs)
-
-    def checked() -> Any:
-        loss = closure()
-        if _update_overflow(optimizer):
-            raise RuntimeError("gradients overflowed in the closure of a step; pass a static loss_scale to initialize")
-        return loss
-
-    return step(checked, *args[1:], **kwargs)
-
-
-def _update_overflow(optimizer: Any) -> bool:
-    """Return whether gradients overflowed. An overflow is forgotten once all gradients are None."""
-    if all(param.grad is None for param in _params_of([optimizer])):
-        optimizer._amp_stash.overflowed = None
-    return optimizer._amp_stash.overflowed is not None
-
-
-def _skip(optimizer: Any) -> None:
-    """Leave out a step, and say so on the first rank."""
-    scaler = optimizer._amp_stash.overflowed
     optimizer._amp_stash.overflowed = None
-    _zero_gradients(optimizer)
+    optimizer._amp_stash.skipped = True
     optimizer._opt_called = True  # what LR schedulers look at, to warn of steps that were forgotten
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if _amp_state.verbosity > 0 and not (distributed and torch.distributed.get_rank() > 0):
-        print(
-            f"Gradient overflow.  Skipping step, loss scaler {scaler.loss_id} reducing loss scale to "
-            f"{scaler.loss_scale()}"
-        )
+        print(f"Gradient overflow.  Skipping step, {reason}")
+    return None
 
 
-def _zero_gradients(optimizer: Any) -> None:
-    """Zero gradients that overflowed. They are not None: scripts log norms after the step."""
-    for param in _params_of([optimizer]):
-        if param.grad is not None:
-            param.grad.zero_()
+def _has_overflow_left(optimizer: Any) -> bool:
+    """Return whether gradients that overflowed may be there. There are none any more once all are None."""
+    stash = optimizer._amp_stash
+    has_overflowed: bool = stash.overflowed is not None or stash.skipped
+    if has_overflowed and all(param.grad is None for param in _params_of([optimizer])):
+        stash.overflowed, stash.skipped, has_overflowed = None, False, False
+    return has_overflowed
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------
-def state_dict() -> dict[str, dict[str, float]]:
-    """Return the loss scales, as apex saved them."""
-    _check_initialized("state_dict")
-    return {
-        f"loss_scaler{i}": {"loss_scale": scaler._loss_scale, "unskipped": scaler._unskipped}
-        for i, scaler in enumerate(_amp_state.loss_scalers)
-    }
+def _reason_to_skip(optimizer: Any) -> str | None:
+    """Return why a step has to be skipped; None where it is made."""
+    if not _has_overflow_left(optimizer):
+        return None
+    scaler = optimizer._amp_stash.overflowed
+    if scaler is not None:
+        return f"loss scaler {scaler.loss_id} reducing loss scale to {scaler.loss_scale()}"
+    if not _are_finite(_gradients_of(_params_of([optimizer]))):
+        return "gradients of an earlier overflow were not cleared; call zero_grad"
+    optimizer._amp_stash.skipped = False
+    return None
 
 
-def load_state_dict(state: dict[str, dict[str, Any]]) -> None:
-    """Go on with saved loss scales, of apex or of this module."""
-    _check_initialized("load_state_dict")
-    for key in state:
-        if not key.startswith("loss_scaler"):
-            raise RuntimeError(f"{key!r} is not a loss scale; of a whole checkpoint, pass checkpoint['amp']")
-    scalers = _amp_state.loss_scalers
-    if scalers and len(state) != len(scalers):
-        warnings.warn(f"the state has {len(state)} loss scales, initialize made {len(scalers)}", stacklevel=2)
-    for scaler, saved in zip(scalers, state.values()):
-        scaler._loss_scale = float(saved["loss_scale"])
-        scaler._unskipped = int(saved["unskipped"])
+# <closures>
+def _with_checked_closure(optimizer: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a step raise where gradients overflow in its closure: it cannot be undone."""
+
+    def checked_step(*args: Any, **kwargs: Any) -> Any:
+        closure = args[0] if args else kwargs.pop("closure", None)
+        if not callable(closure):
+            return step(*args, **kwargs)
+
+        def checked() -> Any:
+            loss = closure()
+            if optimizer._amp_stash.overflowed is not None:
+                raise RuntimeError(
+                    "gradients overflowed in the closure of a step; pass a static loss_scale to initialize"
+                )
+            return loss
+
+        return step(checked, *args[1:], **kwargs)
+
+    return checked_step
 
 
+# </closures>
+# <functions>
 # -- functions ---------------------------------------------------------------------------------------------------------
 def disable_casts() -> torch.autocast:
     """Return a context in which nothing is cast."""
@@ -603,3 +645,60 @@ def _with_cast_arguments(function: Any, dtype: torch.dtype | None) -> Any:
             return function(*args, **kwargs)
 
     return wrapper
+
+
+# </functions>
+# <checkpoints>
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+def state_dict() -> dict[str, dict[str, float]]:
+    """Return the loss scales, as apex saved them: of the last call, then of earlier ones whose optimizers are alive."""
+    return {
+        f"loss_scaler{i}": {"loss_scale": scaler._loss_scale, "unskipped": scaler._unskipped}
+        for i, scaler in enumerate(_living_scalers())
+    }
+
+
+def load_state_dict(state: dict[str, dict[str, Any]]) -> None:
+    """Go on with saved loss scales, of apex or of this module; all calls of ``initialize`` come before."""
+    for key in state:
+        if not key.startswith("loss_scaler"):
+            raise RuntimeError(f"{key!r} is not a loss scale; of a whole checkpoint, pass checkpoint['amp']")
+    scalers = _living_scalers()
+    if scalers and len(state) != len(scalers):
+        warnings.warn(f"the state has {len(state)} loss scales, initialize made {len(scalers)}", stacklevel=2)
+    for scaler, saved in zip(scalers, state.values()):
+        scaler._loss_scale = float(saved["loss_scale"])
+        scaler._unskipped = int(saved["unskipped"])
+
+
+def _living_scalers() -> list[LossScaler]:
+    if _amp_state.opt_properties is None:
+        raise RuntimeError("a checkpoint of amp before initialize; call amp.initialize of this module first")
+    gc.collect()  # an optimizer that is gone holds itself until then, by its bound step
+    scalers = list(_amp_state.loss_scalers)
+    for optimizer in reversed(list(_amp_state.optimizers)):
+        scalers += [scaler for scaler in optimizer._amp_stash.loss_scalers if scaler not in scalers]
+    return scalers
+
+
+# </checkpoints>
+# <fused_checkpoints>
+def _as_torch_saves(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint of apex's FusedAdam or FusedAdagrad as one of torch's optimizer.
+
+    The ``step`` of a group goes into the state of its parameters; options that only torch's optimizer has stay as they
+    are.
+    """
+    state = dict(state_dict["state"])
+    groups = []
+    for group in state_dict["param_groups"]:
+        group = {**optimizer.defaults, **group}
+        step = group.pop("step", 0)
+        for param in group["params"]:
+            if param in state:
+                state[param] = {"step": step, **state[param]}
+        groups.append(group)
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+# </fused_checkpoints>

@@ -10,12 +10,12 @@ import functools
 from collections.abc import Iterator
 
 from ampcompat.tools.check.source import Source
-from ampcompat.tools.migrate.home import CONTENT
+from ampcompat.tools.migrate.parts import WHOLE
 
 
 @functools.cache
 def _source() -> Source:
-    return Source(CONTENT.name, CONTENT.read_text("utf-8"))
+    return Source(WHOLE.name, WHOLE.read_text("utf-8"))
 
 
 def has(name: str) -> bool:

@@ -85,14 +85,11 @@ def _rms_norm(arguments: Arguments) -> Call | None:
 
 def _ddp(arguments: Arguments) -> Call | None:
     keywords = dict(arguments.keywords)
-    delayed = keywords.pop("delay_allreduce", "False") != "False"
     refused = {
         "gradient_average": "True", "allreduce_always_fp32": "False", "gradient_predivide_factor": "1.0",
     }  # fmt: skip
     if len(arguments.positional) != 1 or _differs(keywords, refused):
         return None
-    if delayed:  # apex then took parameters that got no gradient; torch asks to be told
-        keywords["find_unused_parameters"] = "True"
     return Call("torch.nn.parallel.DistributedDataParallel", Arguments(arguments.positional, keywords))
 
 
@@ -170,6 +167,22 @@ def write_arguments(symbol: str, call: ast.Call, edits: Edits) -> None:
         edits.add_keyword(call, ", ".join(f"{name}={keywords[name]}" for name in added))
 
 
+def note(symbol: str, call: ast.Call, edits: Edits) -> str | None:
+    """What to know about a call that now makes torch's class; None where there is nothing."""
+    name = symbol.rpartition(".")[2]
+    if name in ("FusedAdam", "FusedAdagrad"):
+        return (
+            f"line {call.lineno}: load checkpoints of {name} after amp.initialize, which has the optimizer take them; "
+            "before it, torch raises KeyError: 'step'"
+        )
+    if _arguments(call, edits).keywords.get("delay_allreduce", "False") != "False":
+        return (
+            f"line {call.lineno}: delay_allreduce=True is dropped, with which apex took parameters that got no "
+            "gradient; if there are such, torch says so, and needs find_unused_parameters=True"
+        )
+    return None
+
+
 def _replacement(symbol: str, call: ast.Call, edits: Edits) -> Call | None:
     if symbol not in RULES:
         return None
@@ -178,10 +191,7 @@ def _replacement(symbol: str, call: ast.Call, edits: Edits) -> Call | None:
         return Call(CLASSES[symbol], _arguments(call, edits)) if symbol in CLASSES and symbol not in DDP else None
     arguments = _arguments(call, edits)
     keywords = arguments.keywords
-    if symbol not in DDP:
-        keywords = {name: value for name, value in keywords.items() if name not in TUNING}
-    else:
-        keywords = {n: v for n, v in keywords.items() if n not in TUNING or n == "delay_allreduce"}
+    keywords = {name: value for name, value in keywords.items() if name not in TUNING}
     return RULES[symbol](Arguments(arguments.positional, keywords))
 
 

@@ -12,8 +12,10 @@ from ampcompat.tools.check.files import SUFFIXES, Text, Unreadable, decode, is_n
 from ampcompat.tools.check.manifests import is_manifest, is_requirement, places
 from ampcompat.tools.check.split_lines import indent_of, lines_of
 from ampcompat.tools.migrate.change import Change
-from ampcompat.tools.migrate.home import CONTENT, NAME, homes
-from ampcompat.tools.migrate.notebook import as_source, written
+from ampcompat.tools.migrate.home import homes, imported
+from ampcompat.tools.migrate.notebook import as_source
+from ampcompat.tools.migrate.notebook import written as written_notebook
+from ampcompat.tools.migrate.parts import NAME, PARTS, needed_by, parts_of, written
 from ampcompat.tools.migrate.result import MARK, Result
 from ampcompat.tools.migrate.source import MENTION, migrate_source
 
@@ -48,28 +50,55 @@ def migrate_paths(paths: Sequence[str | Path], to: str = "ampcompat") -> Iterato
     for file, name in wanted.items():
         changes.append(migrate_file(file, name, to))
         yield len(changes), len(wanted), None
-    for change in _with_native_amp(changes):
+    for change in _with_native_amp(changes, [Path(path).resolve() for path in paths]):
         yield len(wanted), len(wanted), change
 
 
-def _with_native_amp(changes: list[Change]) -> list[Change]:
+def _with_native_amp(changes: list[Change], paths: Sequence[Path]) -> list[Change]:
     """``changes`` with the imports of ``native_amp`` as each file has to write them, and with its copies."""
     wanting = {change.path: _root_of(change) for change in changes if change.needs_amp}
-    if not wanting:
-        return changes
     codes = {change.path: code for change in changes if (code := change.source()) is not None}
+    copies = [change for change in changes if is_native_amp(change.path.name, codes.get(change.path, ""))]
+    if not wanting and not copies:
+        return changes
     found = homes(wanting, codes)
     done = [
         migrate_file(change.path, change.name, "native", found[change.path].package) if change.path in found else change
         for change in changes
     ]
-    wanted_in: dict[Path, Change] = {}
+    wanted_in: dict[Path, Change] = {copy.path.parent: copy for copy in copies}
     for change in changes:
         if change.path in found:
             wanted_in.setdefault(found[change.path].folder, change)
+    parts = needed_by(_texts(changes, paths))
+    read_in = [path.parent if path.is_file() else path for path in paths]
+    kept = [change for change in done if change not in copies]
     for folder, wanting_it in wanted_in.items():
-        done += _copy_in(folder, wanting_it)
-    return done
+        is_wanted = any(home.folder == folder for home in found.values())
+        is_seen = any(path in (folder, *folder.parents) for path in read_in)
+        kept += _copy_in(folder, wanting_it, parts if is_seen else PARTS, is_wanted)
+    return kept
+
+
+def _texts(changes: Sequence[Change], paths: Sequence[Path]) -> Iterator[str | None]:
+    """The texts of a program: of what is migrated, and beside a single file of its neighbours. None: unreadable."""
+    seen: set[Path] = set()
+    for change in changes:
+        if change.path.suffix in (*SUFFIXES, ".ipynb") and change.path.name != f"{NAME}.py":
+            seen.add(change.path)
+            yield _text(change.path)
+    for path in paths:
+        if path.is_file():
+            beside = set(path.parent.glob("*.py")) - seen
+            yield from (_text(file) for file in sorted(beside) if file.name != f"{NAME}.py")
+            yield from (None for folder in imported(_text(path) or "") if (path.parent / folder).is_dir())
+
+
+def _text(file: Path) -> str | None:
+    try:
+        return decode(read(file)).code
+    except Unreadable:
+        return None
 
 
 def _root_of(change: Change) -> Path:
@@ -77,19 +106,29 @@ def _root_of(change: Change) -> Path:
     return change.path.parents[len(Path(change.name).parts) - 1]
 
 
-def _copy_in(folder: Path, wanting: Change) -> list[Change]:
-    """The new file in a folder; nothing where it is there already."""
+def _copy_in(folder: Path, wanting: Change, parts: frozenset[str], is_wanted: bool) -> list[Change]:
+    """The copy in a folder: a new one, or one that has to get more parts.
+
+    Args:
+        folder: Its folder.
+        wanting: A file that imports it, or the copy itself.
+        parts: The parts that the program needs.
+        is_wanted: Whether a file that is migrated now imports it.
+    """
     path = folder / f"{NAME}.py"
-    content = CONTENT.read_text("utf-8")
-    if path.exists():
-        if decode(read(path)).code != content:
-            raise FileExistsError(
-                f"{path} is there and differs from the file that would be put there; move it, or rename it and what "
-                "imports it, and migrate again"
-            )
-        return []
     name = Path(os.path.relpath(path, _root_of(wanting))).as_posix()
-    return [Change(path, name, Text("", "utf-8"), content, is_new=True)]
+    if not path.exists():
+        return [Change(path, name, Text("", "utf-8"), written(parts), is_new=True)]
+    old = decode(read(path))
+    known = parts_of(old.code)
+    if known is not None:
+        return [Change(path, name, old, written(parts | known))]
+    if is_wanted:
+        raise FileExistsError(
+            f"{path} is there and differs from what this version of ampcompat writes; move it, or rename it and what "
+            "imports it, and migrate again"
+        )
+    return [Change(path, name)]
 
 
 def migrate_file(file: Path, name: str, to: str, package: str = "") -> Change:
@@ -143,7 +182,7 @@ def _notebook(text: str, to: str) -> tuple[str, list[tuple[int, str]]]:
     notebook = Notebook.read(text)
     code = as_source(notebook)
     result = migrate_source(code, to)
-    new = written(text, notebook, result.code) if result.code != code else text
+    new = written_notebook(text, notebook, result.code) if result.code != code else text
     notes = [message for _, message in result.todos]
     lines = [(number, line) for number, line in enumerate(lines_of(new), 1) if MARK in line]
     return new, [(next((n for n, line in lines if message[:40] in line), 1), message) for message in notes]

@@ -283,6 +283,7 @@ class Products(torch.utils.data.Dataset):
         return str(product())
 
 
+@pytest.mark.on_cpu  # CUDA does not go on in a forked process
 def test_forked_worker():
     _held = at("O1")
     loader = torch.utils.data.DataLoader(Products(), batch_size=None, num_workers=1, multiprocessing_context="fork")

@@ -43,6 +43,28 @@ def test_apexs_amp_dict(level, when, capsys):
     assert "amp.load_state_dict: restored loss scaler 1: loss_scale 131072.0, unskipped 3." in out
 
 
+KINDS = {
+    "a dynamic scale into a static scaler": ("O4", {"loss_scale": 65536.0, "unskipped": 3}, "is static, at 1.0 before"),
+    "a scale of one into a dynamic scaler": ("O2", {"loss_scale": 1.0, "unskipped": 3}, "is dynamic, and the saved"),
+    "clean passes that no dynamic scaler has": ("O2", {"loss_scale": 128.0, "unskipped": 2000}, "is dynamic, and the"),
+    "a static scale into its scaler": ("O4", {"loss_scale": 1.0, "unskipped": 5000}, ""),
+    "a dynamic scale into a dynamic scaler": ("O2", {"loss_scale": 128.0, "unskipped": 1999}, ""),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scale_of_another_kind_is_loaded_and_said(kind, capsys):
+    """apex loaded it too: a static scaler takes the number, a dynamic one moves on from it."""
+    level, entry, said = KINDS[kind]
+    initialized(level, verbosity=1)
+    capsys.readouterr()
+    amp.load_state_dict({"loss_scaler0": entry})
+    assert amp.state_dict() == {"loss_scaler0": entry}
+    restored, _, remark = capsys.readouterr().out.partition(f"unskipped {entry['unskipped']}.")
+    assert restored.startswith("amp.load_state_dict: restored loss scaler 0")
+    assert remark.startswith(f" This scaler {said}") if said else remark == "\n"
+
+
 def test_what_we_save_is_what_apex_saved():
     initialized(num_losses=2)
     ours, apexs = amp.state_dict(), recorded("apex_amp")

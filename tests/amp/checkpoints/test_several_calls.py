@@ -151,3 +151,26 @@ def test_disabled_calls_have_no_scalers_and_leave_those_of_others():
     assert scales_saved() == [2.0]
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 1}})
     assert scales_saved() == [4.0]
+
+
+# -- runs beside one another -------------------------------------------------------------------------------------------
+def test_a_second_run_in_one_process_is_told_nothing(capsys):
+    """A notebook's cell that is run again: the latest call's scaler is restored, and the earlier run's stays."""
+    runs = []
+    for _ in range(2):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        runs.append(amp.initialize(model, optimizer, opt_level="O2", verbosity=0))
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7}})
+    assert capsys.readouterr().out == ""
+    scales = [entry["loss_scale"] for entry in amp.state_dict().values()]
+    assert scales == [512.0, 65536.0]
+
+
+def test_a_scaler_of_the_latest_call_that_is_missing(capsys):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    amp.initialize(model, optimizer, opt_level="O2", num_losses=2, verbosity=0)
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7}})
+    said = capsys.readouterr().out
+    assert said == "Warning: amp.load_state_dict got 1 loss scalers where there are 2: loading the first 1.\n"

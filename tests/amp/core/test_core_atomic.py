@@ -11,7 +11,6 @@ from ampcompat.amp.adapters import ddp
 from ampcompat.amp.half import casting
 from ampcompat.amp.lists import torch_overrides
 from ampcompat.amp.scaling import exchange, optimizer_state
-from ampcompat.amp.scaling.session import Session
 
 LEVELS = ["O0", "O1", "O2", "O3", "O5"]
 
@@ -46,8 +45,8 @@ PLACES = {
     "giving the optimizer a master": (exchange, "model_tensor", 2),
     "attaching the optimizer": (optimizer_state, "match_state"),
     "watching wrappers": (ddp, "install"),
-    "beginning the casts": (Session, "begin_casts"),
-    "after the casts have begun": (Session, "begin_casts", 0, True),
+    "beginning the casts": (frontend, "begin_casts"),
+    "after the casts have begun": (frontend, "begin_casts", 0, True),
 }
 #: Levels at which a place is reached, where these are not all.
 LEVELS_OF_PLACES = {

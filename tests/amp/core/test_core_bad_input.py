@@ -238,7 +238,8 @@ BEFORE = {
         "is torch.bfloat16 already",
     ),
     "model wrapped": (
-        lambda s: amp.initialize(nn.DataParallel(s.model), s.optimizer),
+        # Two ids: where there is one GPU, it would move the model there.
+        lambda s: amp.initialize(nn.DataParallel(s.model, [0, 0]), s.optimizer),
         RuntimeError,
         "already wrapped in DataParallel - .* - call amp.initialize first and wrap what it returns",
     ),

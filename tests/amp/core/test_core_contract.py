@@ -267,7 +267,9 @@ HOMES = {
     "opt": ["OptimWrapper"],
     "_amp_state": ["_amp_state", "AmpState", "warn_or_err", "maybe_print", "master_params"],
     "amp": ["init", "half_function", "register_float_function"],
-    "utils": ["is_nested", "is_fp_tensor", "maybe_half", "maybe_float", "cached_cast"],
+    "utils": ["is_nested", "is_fp_tensor", "maybe_half", "maybe_float", "cached_cast", "type_string"],
+    "compat": ["filter_attrs"],
+    "rnn_compat": ["has_old_rnns"],
 }
 
 
@@ -475,7 +477,15 @@ def test_stash_names_without_masters(level, half, single):
     stash = optimizer._amp_stash
     assert len(stash.all_fp16_params) == half
     assert len(stash.all_fp32_params) == single
-    assert stash.all_fp32_from_fp16_params == []
+    for name in ("all_fp32_from_fp16_params", "all_fp32_from_fp32_params", "all_fp32_from_fp32_grad_stash"):
+        assert not hasattr(stash, name)  # apex's had them with master weights only: scripts take them for masters
+    with pytest.raises(AttributeError, match=rf"opt_level='{level}'.*amp\.master_params"):
+        stash.all_fp32_from_fp16_params  # noqa: B018
+
+
+def test_stash_names_at_a_level_that_is_given_masters():
+    model, optimizer = start("O3", master_weights=True)
+    assert len(optimizer._amp_stash.all_fp32_from_fp16_params) == len(list(model.parameters()))
 
 
 def test_private_optimizer_methods_as_scripts_call_them():

@@ -1,5 +1,7 @@
 """Half gradients that a script edits after the block have no effect on masters; ``zero_grad`` has."""
 
+import re
+
 import pytest
 import torch
 from core_kit import backward, loss_of, masters, net, same, sgd, start
@@ -8,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from ampcompat import amp
 
-EDITED = "Gradients of the model's half parameters changed after scale_loss"
+EDITED = "Gradients of the model's half parameters (changed after scale_loss|are other tensors than scale_loss)"
 
 
 def momentum(model):
@@ -82,7 +84,7 @@ def test_steps_are_those_of_unedited_gradients(level, edit):
 
     with pytest.warns(UserWarning, match=EDITED) as told:
         train()
-    assert len([warning for warning in told if "changed after" in str(warning.message)]) == 1
+    assert len([warning for warning in told if re.match(EDITED, str(warning.message))]) == 1
     assert same(masters(optimizer), masters(twin_optimizer))
 
 
@@ -92,6 +94,35 @@ def test_an_edit_before_another_block_is_warned_of():
     clip_to_nothing(model)
     with pytest.warns(UserWarning, match=EDITED):
         backward(model, optimizer)
+
+
+def test_gradients_that_a_script_saved_and_assigns_are_named():
+    """PGD: the gradient of the clean loss is put back before the block of the adversarial one."""
+    model, optimizer = start("O2")
+    backward(model, optimizer)
+    saved = {param: param.grad.clone() for param in halves(model)}
+    optimizer.zero_grad()
+    for param, grad in saved.items():
+        param.grad = grad
+    with pytest.warns(UserWarning, match=r"param.grad = saved.* - save and restore the gradients of amp.master_params"):
+        backward(model, optimizer, 1)
+
+
+def test_what_the_warning_of_assigned_gradients_says_to_do():
+    """The step is that of both losses in one run of blocks."""
+    ends = []
+    for clears in (False, True):
+        model, optimizer = start("O2")
+        backward(model, optimizer)
+        if clears:
+            saved = {param: param.grad.clone() for param in amp.master_params(optimizer)}
+            optimizer.zero_grad()
+            for param, grad in saved.items():
+                param.grad = grad
+        backward(model, optimizer, 1)
+        optimizer.step()
+        ends.append(masters(optimizer))
+    assert same(*ends)
 
 
 def test_a_second_backward_after_the_block_is_named():
@@ -208,4 +239,4 @@ def test_zeroed_and_then_cleared_in_the_block(raises):
     block.__exit__(*((ZeroDivisionError, ZeroDivisionError()) if raises else (None, None)))
     first, second, *_ = amp.master_params(optimizer)
     assert first.grad is None
-    assert not second.grad.any()
+    assert second.grad is None if raises else not second.grad.any()

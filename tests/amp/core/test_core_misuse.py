@@ -5,9 +5,10 @@ import warnings
 import pytest
 import torch
 from core_kit import backward, loss_of, start, train
+from internals import is_watched
 
 from ampcompat import amp
-from ampcompat.amp.scaling import misuse
+from ampcompat.amp.misuse import watch
 
 
 def warned(act):
@@ -96,7 +97,7 @@ UNUSED = MISTAKES[backward_of_the_loss_in_the_block][1]
 
 def test_more_blocks_are_watched_for_more_losses():
     model, optimizer = start("O1", num_losses=2)
-    for _ in range(misuse.WATCHED):
+    for _ in range(watch.WATCHED):
         train(model, optimizer, 1)
 
     def second():
@@ -112,12 +113,12 @@ def test_only_the_first_losses_carry_a_hook():
     """A hook costs a tenth of a millisecond of every backward pass."""
     model, optimizer = start("O1")
     hooks = []
-    for _ in range(misuse.WATCHED + 20):
+    for _ in range(watch.WATCHED + 20):
         with amp.scale_loss(loss_of(model), optimizer) as scaled:
             hooks.append(bool(scaled._backward_hooks))
             scaled.backward()
         optimizer.step()
-    assert hooks == [True] * misuse.WATCHED + [False] * 20
+    assert hooks == [True] * watch.WATCHED + [False] * 20
 
 
 def clip_masters(model, optimizer):
@@ -405,3 +406,32 @@ def test_at_a_static_scale_a_second_step_with_the_same_gradients_is_plain_torchs
         warnings.simplefilter("error")
         optimizer.step()
         optimizer.step()
+
+
+# -- what is watched ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_scripts_own_scale_loss_is_a_block(level):
+    """Copies of apex's, over the methods that it put on optimizers."""
+    model, optimizer = start(level)
+    (scaler,) = amp._amp_state.loss_scalers
+
+    def train():
+        for _ in range(2):
+            optimizer._prepare_amp_backward()
+            (loss_of(model).float() * scaler.loss_scale()).backward()
+            optimizer._post_amp_backward(scaler)
+            scaler.update_scale()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert warned(train) == []
+
+
+def test_blocks_that_scale_nothing_are_counted():
+    """The watch over another call of ``initialize`` ends with them."""
+    start("O1")
+    model, optimizer = start("O4")
+    for _ in range(watch.WATCHED):
+        assert is_watched()
+        train(model, optimizer, 1)
+    assert not is_watched()

@@ -107,7 +107,7 @@ def test_asking_reads_what_has_not_arrived(monkeypatch, capsys):
 
 
 def test_a_copy_in_host_memory_has_arrived():
-    copy = _torch.HostCopy([torch.tensor(1.0), torch.tensor(2.0)])
+    copy = _torch.HostCopy([torch.tensor(1.0, device="cpu"), torch.tensor(2.0, device="cpu")])
     assert copy.arrived()
     assert copy.read() == [1.0, 2.0]
 

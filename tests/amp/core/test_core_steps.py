@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from core_kit import assert_tied, backward, masters, net, same, sgd, start, train
+from core_kit import assert_tied, backward, batch, masters, net, same, sgd, start, train
 from internals import skipped_as_far_as_known
 from torch.optim import lr_scheduler
 
@@ -31,6 +31,18 @@ FUSED = {
 }
 if not hasattr(FUSED["Adagrad"](net().parameters()), "_step_supports_amp_scaling"):
     del FUSED["Adagrad"]  # torch 2.11: it takes no found_inf there, and the host decides
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_step_in_its_block_names_what_is_missing_there(level):
+    """Scaled gradients, or where the scale is 1, the gradients of masters."""
+    model = net()
+    optimizer = sgd(model)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    loss = model(batch()[0]).float().sum()
+    missing = "master weights get their gradients at its end" if level == "O5" else "still multiplied by the loss scale"
+    with pytest.raises(RuntimeError, match=missing), amp.scale_loss(loss, optimizer):  # noqa: PT012
+        optimizer.step()
 
 
 @pytest.mark.cover(2)

@@ -10,7 +10,7 @@ import torch
 from counting import Counter, peak_bytes
 
 from ampcompat import amp
-from ampcompat.amp.half import chunks
+from ampcompat._torch import chunks
 
 
 class Idle(torch.optim.Optimizer):

@@ -76,12 +76,15 @@ def unscale_by_hand(self, scaler):
     """As ``onnxruntime``'s, which does by kernels of its own what apex did."""
     self.calls = getattr(self, "calls", 0) + 1
     stash, scale = self._amp_stash, scaler.loss_scale()
-    for half, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
-        if half.grad is not None:
-            new = half.grad.float() / scale
-            master.grad = new if master.grad is None else master.grad + new
-    aside = stash.all_fp32_from_fp32_grad_stash
-    for param, old in zip(stash.all_fp32_from_fp32_params, aside, strict=True):
+    if hasattr(stash, "all_fp32_from_fp16_params"):
+        for half, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
+            if half.grad is not None:
+                new = half.grad.float() / scale
+                master.grad = new if master.grad is None else master.grad + new
+        params, aside = stash.all_fp32_from_fp32_params, stash.all_fp32_from_fp32_grad_stash
+    else:
+        params, aside = stash.all_fp32_params, stash.all_fp32_grad_stash
+    for param, old in zip(params, aside, strict=True):
         if param.grad is not None:
             param.grad.div_(scale)
             if old is not None:

@@ -7,7 +7,9 @@ import warnings
 
 import pytest
 import torch
-from core_kit import masters, same, start, train
+from core_kit import batch, masters, same, start, train
+
+from ampcompat import amp
 
 
 def half(*shape):
@@ -89,3 +91,61 @@ def test_swapping_the_values_of_the_state_dict_loses_no_bit():
     for name, value in values.items():
         value.copy_(kept[name])
     assert same(before, masters(optimizer))
+
+
+def stepped_in_its_block():
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    before = model.weight.detach().clone()
+    with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+        optimizer.step()
+    return model.weight.detach() - before
+
+
+@pytest.mark.divergence("step-in-block")
+def test_adam_steps_inside_its_block():
+    """It divides by the size of a gradient, whose scale does not matter then."""
+    torch.testing.assert_close(stepped_in_its_block(), torch.full((1, 2), -0.1))
+
+
+def test_a_step_inside_its_block_is_refused():
+    with pytest.raises(RuntimeError, match="inside its scale_loss block"):
+        stepped_in_its_block()
+
+
+def squared():
+    _held = start("O1")
+    x = torch.full((2,), 3.0, dtype=torch.half)
+    x **= 2
+    return x
+
+
+@pytest.mark.divergence("in-place-power")
+def test_an_in_place_power_gives_the_name_to_a_float32_tensor():
+    assert squared().dtype == torch.float32
+
+
+def test_an_in_place_power_of_half_is_refused():
+    with pytest.raises(NotImplementedError, match=r"In-place pow_ on a torch.float16 tensor"):
+        squared()
+
+
+def written_through_its_state_dict(level):
+    model, _ = start(level)
+    name, value = next(iter(model.state_dict().items()))
+    value.copy_(torch.ones_like(value))
+    model(batch()[0])
+    return model.get_parameter(name)
+
+
+@pytest.mark.divergence("state-dict-copies-at-o3")
+def test_a_write_to_a_value_of_the_state_dict_changes_the_model_at_o3():
+    assert (written_through_its_state_dict("O3") == 1).all()
+
+
+def test_a_write_to_a_value_of_the_state_dict_changes_the_model_at_the_other_levels():
+    assert (written_through_its_state_dict("O2") == 1).all()
+    assert (written_through_its_state_dict("O1") == 1).all()
+    assert not (written_through_its_state_dict("O3") == 1).any()

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from o1_casts import casts_on, engine_without_casts
+from real_cuda import assert_equal_but_for_rounding
 from seeded import seeded
 
 from ampcompat.amp.casts.rules import SHIPPED, Rule
@@ -159,6 +160,10 @@ CALLS = {
 }
 
 
+#: CUDA sums their gradients in an order that differs from call to call (``torch.use_deterministic_algorithms``).
+ADDED_IN_ANY_ORDER = {"interpolate", "grid_sample", "ctc_loss"}
+
+
 def weighted(loss, x, y, weight):
     """torch took ``weight`` after 2.4."""
     return loss(x, y, weight=weight) if "weight" in inspect.signature(loss).parameters else loss(x, y)
@@ -204,5 +209,7 @@ def test_half_arguments_compute_as_float32(name, part):
             half = [t.requires_grad_() for t in arguments_of(call, *case)]
             got = value_and_gradients(call, half, half, engine_without_casts)
             assert got[0].dtype is torch.float32
+            share = torch.finfo(torch.float16).eps if name in ADDED_IN_ANY_ORDER else 0.0
             for a, b in zip(got, want, strict=True):
-                assert torch.equal(a.nan_to_num(7), b.nan_to_num(7)), (CALLS[name].index(call), *case)
+                where = (CALLS[name].index(call), *case)
+                assert_equal_but_for_rounding(a.nan_to_num(7), b.nan_to_num(7), share, where)

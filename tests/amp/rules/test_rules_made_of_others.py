@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from seeded import seeded
 from torch import nn
 from torch.nn.utils import parametrizations, weight_norm
@@ -55,6 +56,42 @@ def test_pinverse_by_its_older_name(casts):
     _held = casts()
     torch.pinverse(a).sum().backward()
     assert a.grad.dtype is FLOAT
+
+
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+@pytest.mark.parametrize("size", [(1, 1, 5, 7), (1, 1, 2, 3, 5)])
+def test_affine_grid_computes_in_the_dtype_of_its_matrix(size, dtype, casts):
+    """As under apex, to the bit: half positions of a picture of 224 pixels are a tenth of a pixel off."""
+    theta = torch.randn(1, len(size) - 2, len(size) - 1, generator=seeded(0)).to(dtype)
+    found = []
+    for cast in (False, True):
+        if cast:
+            _held = casts()
+        given = theta.clone().requires_grad_()
+        grid = F.affine_grid(given, size, align_corners=False)
+        grid.float().square().sum().backward()
+        assert grid.dtype is dtype
+        found.append((grid.detach(), given.grad))
+    assert all(torch.equal(got, want) for got, want in zip(*found, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_complex_numbers_of_two_layers(level, casts):
+    """torch makes no complex numbers of bfloat16 ones."""
+    layer = casts(level)
+    x = torch.ones(1, 2)
+    z = torch.complex(layer(x), layer(x))
+    assert z.dtype is (torch.complex32 if level == "O1" else torch.complex64)
+    z.real.float().sum().backward()
+    assert layer.weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_complex_numbers_of_float32_and_float64(casts):
+    _held = casts("O4")
+    for dtype, made in ((FLOAT, torch.complex64), (torch.float64, torch.complex128)):
+        x = torch.ones(2, dtype=dtype)
+        assert torch.complex(x, x).dtype is made
 
 
 @pytest.mark.skipif(not hasattr(torch.ops.aten, "_safe_softmax"), reason="this torch has no _safe_softmax")

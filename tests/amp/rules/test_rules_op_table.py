@@ -42,6 +42,7 @@ def test_no_name_ships_with_two_rules():
         "widest": {n for m in modules[1:] for n in (*m.CASTS, *m.SEQUENCE_CASTS)},
         "banned": {name for name, _ in lists.functional_overrides.BANNED_FUNCS},
         "given": set(lists.UNCAST),
+        "no bfloat16": set(lists.NO_BFLOAT16),
     }
     homes = Counter(name for names in rules.values() for name in names)
     assert [name for name, number in homes.items() if number > 1] == []

@@ -17,11 +17,8 @@ def trees():
     """The files of each tree, by name; a shape of a script is a tree of one file."""
     sys.path.insert(0, str(TESTS / "tools" / "migrate"))
     try:
-        import hard_shapes
-        import legacy_shapes
-        import spread_shapes
+        import shapes
     finally:
         sys.path.pop(0)
-    shapes = {name: {"train.py": legacy_shapes.HEAD + code} for name, code in legacy_shapes.SHAPES.items()}
-    spread = {name: files for name, (_, files) in spread_shapes.TREES.items()}
-    return {**shapes, **spread, **hard_shapes.TREES}
+    scripts = {name: {"train.py": shapes.HEAD + code} for name, code in shapes.SHAPES.items()}
+    return {**scripts, **{name: files for name, (_, files) in shapes.TREES.items()}}

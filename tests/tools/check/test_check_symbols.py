@@ -159,6 +159,36 @@ def test_probes_by_name_are_reported():
     assert symbols("version('torch')") == {}
 
 
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("from timm.utils import ApexScaler\ns = ApexScaler()", "timm.ApexScaler"),
+        ("from timm.utils import *\nloss_scaler = ApexScaler()", "timm.ApexScaler"),
+        ("import timm\ns = timm.utils.ApexScaler()", "timm.ApexScaler"),
+        ("from mmengine.optim import ApexOptimWrapper", "mmengine.ApexOptimWrapper"),
+        ("import pytorch_lightning as pl\nt = pl.Trainer(amp_backend='apex')", "amp_backend"),
+        ("a = TrainingArguments(half_precision_backend='apex')", "half_precision_backend"),
+        ("t = create_supervised_trainer(model, amp_mode='apex')", "amp_mode"),
+    ],
+)
+@pytest.mark.parametrize("start", ["", "from apex import amp\n", "from ampcompat import amp\n"])
+def test_a_library_that_imports_apex_itself(code, name, start):
+    found = {f.name: f for f in scan_source(start + code) if f.kind == "symbol"}
+    assert found[name].level == "differs"
+    assert "install_as_apex()" in found[name].note
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from apex import amp\nclass ApexScaler: pass\ns = ApexScaler()",
+        "from apex import amp\nTrainer(amp_backend='native')",
+    ],
+)
+def test_what_is_no_library(code):
+    assert set(symbols(code)) == {"apex.amp"}
+
+
 def test_line_and_column_are_those_of_the_use():
     found = [f for f in scan_source("from apex import amp\n\nif x:\n    amp.state_dict()\n") if "state_dict" in f.name]
     assert [(f.line, f.column) for f in found] == [(4, 5)]

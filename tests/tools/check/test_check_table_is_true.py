@@ -93,7 +93,7 @@ OURS = [
     "from ampcompat._state import state\nstate.reset()",
     "import ampcompat.tools.report as r\nr.PrecisionReport",
     "from ampcompat.cli import main\nmain([])",
-    "from ampcompat.optimizers._rules import adam_",
+    "from ampcompat.multi_tensor_apply._rules import adam_",
 ]
 
 

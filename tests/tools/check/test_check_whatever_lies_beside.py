@@ -95,21 +95,12 @@ def test_a_plain_backward_pass_where_another_file_scales_losses(tmp_path):
     assert traps(tmp_path, files) == {("train.py", "unscaled_backward"): "warning"}
 
 
-def test_the_nearest_call_of_initialize_governs(tmp_path):
-    def function(name, level, loop=""):
-        body = f"model, opt = amp.initialize(model, opt, opt_level={level})\n{loop}" if level else loop
-        return f"def {name}(model, opt):\n" + "".join(f"    {line}\n" for line in body.splitlines())
-
-    loop = BLOCK + CLIP
-    one_each = HEAD + function("first", '"O1"', loop) + function("second", '"O2"')
-    assert traps(tmp_path, {"a.py": one_each}) == {}
-    not_in_it = HEAD + function("first", '"O1"') + function("second", '"O2"') + function("third", "", loop)
-    assert traps(tmp_path, {"a.py": not_in_it}) == {("a.py", "clip_of_model_params"): "warning"}
-    methods = function("make", '"O2"') + function("step", "", loop)
-    in_class = HEAD + "class A:\n" + "".join(f"    {line}\n" for line in methods.splitlines())
-    assert traps(tmp_path, {"a.py": in_class + function("other", '"O1"')}) == {
-        ("a.py", "clip_of_model_params"): "error"
-    }
+def test_the_calls_of_a_file_govern_it(tmp_path):
+    clip = BLOCK + CLIP
+    both = initialized('"O1"') + initialized('"O2"') + clip
+    assert traps(tmp_path, {"a.py": both}) == {("a.py", "clip_of_model_params"): "warning"}
+    files = {"a.py": initialized('"O1"') + clip, "b.py": "import a\n" + initialized('"O2"')}
+    assert traps(tmp_path, files) == {}
 
 
 # -- the corpora -------------------------------------------------------------------------------------------------------

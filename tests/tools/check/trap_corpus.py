@@ -47,8 +47,48 @@ def unscaled(level, after=""):
     return trained(level, after).replace(textwrap.indent(BLOCK, "    "), "    loss.backward()\n")
 
 
+TRAINER = """\
+class Trainer:
+    def __init__(self, net, opt):
+        net, self.opt = amp.initialize(net, opt, opt_level={level})
+        self.net = nn.DataParallel(net)
+        self.critic = nn.Linear(8, 8)
+    def backward(self, loss):
+        with amp.scale_loss(loss, self.opt) as scaled:
+            scaled.backward()
+    def save(self):
+        return list(amp.master_params(self.opt))
+    def update(self):
+        {clip}
+        self.opt.step()
+trainer = Trainer(model, opt)
+for x in data:
+    loss = model(x)
+    trainer.backward(loss)
+    trainer.update()
+"""
+
+
+def trainer(clip, level='"O2"'):
+    return APEX + TRAINER.format(clip=clip, level=level)
+
+
 #: The trap, and the snippet.
 TRUE = {
+    "clip in another method of the class that initializes": (
+        "clip_of_model_params",
+        trainer("nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)"),
+    ),
+    "gradients divided by a function that is called after the block": (
+        "edit_of_model_gradients",
+        trained('"O2"', "average(model)\n").replace(
+            "for x", "def average(net):\n    for p in net.parameters():\n        p.grad.data /= n\nfor x", 1
+        ),
+    ),
+    "gradients divided in another method": (
+        "edit_of_model_gradients",
+        trainer("for p in self.net.parameters():\n            p.grad.div_(n)"),
+    ),
     "level with a zero, by an option": (
         "misspelt_level",
         APEX + OPTION.replace("O1", "01") + INIT.format("args.opt_level"),
@@ -160,6 +200,18 @@ TRUE = {
         "overflowing_fill",
         APEX + ATTENTION.format("scores = scores.masked_fill(mask == 0, -1e9)") + INIT.format('"O1"'),
     ),
+    "fill under a test that says float16": (
+        "overflowing_fill",
+        APEX
+        + ATTENTION.format("if scores.dtype == torch.float16:\n            scores = scores.masked_fill(mask, -1e9)")
+        + INIT.format('"O1"'),
+    ),
+    "fill under a test of the mask's dtype": (
+        "overflowing_fill",
+        APEX
+        + ATTENTION.format("if mask.dtype == torch.bool:\n            scores = scores.masked_fill(mask, -1e9)")
+        + INIT.format('"O1"'),
+    ),
     "fill in place at O2": (
         "overflowing_fill",
         APEX + ATTENTION.format("scores.masked_fill_(mask, -1e30)") + INIT.format('"O2"'),
@@ -218,6 +270,7 @@ TRUE = {
 MISSED = ("fill by a name",)
 #: What is a warning, because the snippet does not prove it.
 WARNED = (
+    "gradients divided by a function that is called after the block",
     "no block at O1",
     "gradients divided at the level of an option",
     "fill of a product that may be float32",
@@ -231,6 +284,66 @@ WARNED = (
 
 #: Right as they are.
 FALSE = {
+    "clip in another method at O1": trainer("nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)", '"O1"'),
+    "clip in another method for a run without amp": trainer(
+        "if not self.fp:\n            nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)"
+    ).replace("        net, self.opt", "        self.fp = fp\n        if self.fp:\n            net, self.opt"),
+    "clip of the masters in another method": trainer(
+        "if fp:\n            nn.utils.clip_grad_norm_(amp.master_params(self.opt), 1.0)\n"
+        "        else:\n            nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)"
+    ),
+    "clip of the masters in a method of its own": trainer(
+        "self.clip_masters() if fp else nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)"
+    ).replace(
+        "    def update",
+        "    def clip_masters(self):\n        nn.utils.clip_grad_norm_(amp.master_params(self.opt), 1.0)\n    def update",
+    ),
+    "clip of another model in another method": trainer("nn.utils.clip_grad_norm_(self.critic.parameters(), 1.0)"),
+    "clip after a plain backward pass in another method": trainer("pass").replace(
+        "    def update",
+        "    def find_rate(self, loss):\n        loss.backward()\n"
+        "        nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)\n    def update",
+    ),
+    "clip of a model that a method is given": trainer("self.clip(self.critic)").replace(
+        "    def update",
+        "    def clip(self, net):\n        nn.utils.clip_grad_norm_(net.parameters(), 1.0)\n    def update",
+    ),
+    "gradients divided by a function that is called in the block": trained('"O2"', "", "average(model)\n").replace(
+        "for x", "def average(net):\n    for p in net.parameters():\n        p.grad.data /= n\nfor x", 1
+    ),
+    "a fill of what is made float32 above": APEX
+    + ATTENTION.format("scores = scores.float()\n        scores = scores.masked_fill(mask, -1e9)")
+    + INIT.format('"O1"'),
+    "a large number times a mask that is made float32 above": amp_at(
+        '"O2"', "mask = mask.to(dtype=torch.float32)\nscores = scores + (1.0 - mask) * -1e9\n"
+    ),
+    "a fill under a test of its dtype": APEX
+    + ATTENTION.format(
+        "if scores.dtype == torch.float16:\n            scores = scores.masked_fill(mask, -1e4)\n"
+        "        else:\n            scores = scores.masked_fill(mask, -1e9)"
+    )
+    + INIT.format('"O1"'),
+    "a fill under a test for float32": APEX
+    + ATTENTION.format(
+        "if scores.dtype == torch.float32:\n            scores = scores.masked_fill(mask, -1e9)\n"
+        "        else:\n            scores = scores.masked_fill(mask, -1e4)"
+    )
+    + INIT.format('"O2"'),
+    "a fill below a return for float16": APEX
+    + ATTENTION.format(
+        "if scores.dtype == torch.float16:\n            return F.softmax(scores.masked_fill(mask, -1e4), dim=-1)\n"
+        "        scores = scores.masked_fill(mask, -1e9)"
+    )
+    + INIT.format('"O1"'),
+    "a large number times a mask under a test of its dtype": amp_at(
+        '"O2"',
+        """\
+        if mask.dtype == torch.float16:
+            scores = scores - 65500 * mask
+        else:
+            scores = scores - 1e30 * mask
+        """,
+    ),
     "loss_id of one of two calls": APEX
     + INIT.format('"O1"')
     + INIT.format('"O1", num_losses=2')
@@ -256,7 +369,7 @@ FALSE = {
     "no block where amp is off": unscaled('"O1", enabled=False'),
     "no block in the other branch": APEX
     + INIT.format('"O2"')
-    + "def step(loss):\n    if fp:\n        mixed_backward(loss)\n    else:\n        loss.backward()\n",
+    + "def step(loss):\n    if use_fp16:\n        mixed_backward(loss)\n    else:\n        loss.backward()\n",
     "clip after the block, by a function": trained('"O1"', "clip()\n").replace(
         "for x", "def clip():\n    nn.utils.clip_grad_norm_(amp.master_params(opt), 1.0)\nfor x"
     ),

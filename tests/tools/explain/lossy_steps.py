@@ -2,10 +2,10 @@
 
 import torch
 from amp_training import make_step
+from internals import observers
 from torch import nn
 
 from ampcompat import amp
-from ampcompat.amp.observers import observers
 
 
 class Words(nn.Module):

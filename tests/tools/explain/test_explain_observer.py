@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from amp_training import explainer, initialized, last_words, make_step, reset
+from internals import observers
 from torch import nn
 
 from ampcompat import amp
-from ampcompat.amp.observers import observers
+from ampcompat.amp import observers as amp_observers
 from ampcompat.tools.explain import explain_overflows, replay
 from ampcompat.tools.explain.observer import MOST_FORWARDS
 
@@ -223,7 +224,7 @@ def test_without_overflow_only_steps_are_examined():
             with Ops() as step:
                 optimizer.step()
             found.append((outside.names, step.names))
-        observers().clear()
+        amp_observers.observers().clear()
         return found[1:]  # the first block looks at what there is before any step
 
     for (plain, plain_step), (observed, step) in zip(ops(False), ops(True), strict=True):

@@ -428,7 +428,19 @@ FAULTS = {
             p.grad.div_(0 if step == 31 else 1) for p in amp.master_params(optimizer) if p.grad is not None
         ],
     ),
-    "weights that the script spoils before a step": Fault(
+    "weights that the script spoils between a block and its step": Fault(
+        {
+            "head": "The loss of step 32 is nan.",
+            "what": "parameter fc.weight was not finite before the forward: 64 of 64 values",
+            "hint": "no step is known to have written it",
+        },
+        r"; the cause is parameter fc.weight of Layer, which was not finite\.$",
+        level="O2",
+        between=lambda optimizer, step: [
+            p.detach().fill_(float("inf")) for p in amp.master_params(optimizer) if step == 31
+        ],
+    ),
+    "weights that the script spoils, unseen, before a step": Fault(
         {
             "head": "Step 31 of SGD left a weight that is not finite.",
             "why": "not known: its gradient is finite",

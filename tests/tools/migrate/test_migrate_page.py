@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from ampcompat.tools.migrate.home import CONTENT
+from ampcompat.tools.migrate.parts import WHOLE
 from ampcompat.tools.migrate.tree import migrate_tree
 
 ROOT = Path(__file__).parents[3]
@@ -26,4 +26,4 @@ def test_the_page_shows_the_diff_of_the_command(tmp_path):
     change, copied = migrate_tree(tmp_path, "native")
     assert change.todos == []
     assert change.diff() == diff
-    assert f"[{copied.name}](../{CONTENT.relative_to(ROOT)})" in PAGE.read_text()
+    assert f"[{copied.name}](../{WHOLE.relative_to(ROOT)})" in PAGE.read_text()

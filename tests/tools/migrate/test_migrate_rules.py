@@ -63,7 +63,20 @@ def test_a_text_that_says_install_apex_gets_a_note():
     )
     assert result.todos == []
     assert len(result.notes) == 1
-    assert "install apex" in result.notes[0]
+    assert result.notes[0] == "line 4: 'Please install apex' tells users to install apex; this needs ampcompat now"
+
+
+@pytest.mark.parametrize("start", ["", "from apex import amp\n"])
+@pytest.mark.parametrize(
+    ("to", "way"), [("ampcompat", "ampcompat.install_as_apex()"), ("native", "amp.scale_loss of native_amp")]
+)
+def test_a_library_that_imports_apex_itself_gets_a_note(start, to, way):
+    code = start + "from timm.utils import *\nloss_scaler = ApexScaler()\n"
+    result = migrate_source(code, to)
+    assert result.todos == []
+    assert len(result.notes) == 1
+    assert result.notes[0].startswith(f"line {len(code.splitlines())}: timm.ApexScaler: ")
+    assert way in result.notes[0]
 
 
 def test_an_unknown_target_is_refused():
@@ -117,8 +130,7 @@ NATIVE = [
     (
         "from apex.parallel import DistributedDataParallel as DDP\n"
         "m = DDP(m, delay_allreduce=True)\nisinstance(m, DDP)\n",
-        "from torch.nn.parallel import DistributedDataParallel as DDP\n"
-        "m = DDP(m, find_unused_parameters=True)\nisinstance(m, DDP)\n",
+        "from torch.nn.parallel import DistributedDataParallel as DDP\nm = DDP(m)\nisinstance(m, DDP)\n",
     ),
     (
         "import apex\nm = apex.parallel.convert_syncbn_model(m)\n",
@@ -238,11 +250,43 @@ BLOCK = "with amp.scale_loss(loss / 2, opt) as scaled:\n    scaled.backward()\n"
 def test_a_loss_of_a_method_is_noted_where_it_can_be_seen(line, named):
     notes = migrate_source(f"{INITIALIZED}{line}\n{BLOCK}", "native").notes
     assert notes == [
-        f"line 3: {named}(...) runs in float32, since only the forward of a model is under autocast; call it under "
-        "torch.autocast and use .float() of what it returns"
+        f"line 3: {named}(...) runs in float32 unless it calls the model itself, since only the forward of a model is "
+        "under autocast; call it under torch.autocast and use .float() of what it returns"
         for _ in [line]
         if named
     ]
+
+
+@pytest.mark.parametrize(
+    ("body", "is_noted"),
+    [
+        ("return F.mse_loss(self(x), x)", False),
+        ("return F.mse_loss(self.forward(x), x)", False),
+        ("return self.parts(x).sum()", False),
+        ("return self.layer(x).sum()", True),
+    ],
+)
+def test_a_method_that_calls_the_model_itself_is_not_noted(body, is_noted):
+    parts = "    def parts(self, x):\n        return self(x)\n"
+    model = f"class Vae(nn.Module):\n{parts}    def loss(self, x):\n        {body}\n"
+    notes = migrate_source(f"{INITIALIZED}{model}loss = self.net.loss(x)\n{BLOCK}", "native").notes
+    assert len(notes) == is_noted
+
+
+def test_what_delay_allreduce_did_besides_is_noted():
+    """Torch warns of find_unused_parameters=True where all parameters are used; where not, its error names it."""
+    code = "from apex.parallel import DistributedDataParallel as DDP\nm = DDP(m, delay_allreduce=True)\n"
+    (note,) = migrate_source(code, "native").notes
+    assert note.startswith("line 2: delay_allreduce=True is dropped")
+    assert "find_unused_parameters=True" in note
+    assert migrate_source(code.replace("=True", "=False"), "native").notes == []
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedAdagrad"])
+def test_where_checkpoints_of_fused_optimizers_load_is_noted(name):
+    code = f"from apex.optimizers import {name}\no = {name}(p, 0.1)\n"
+    (note,) = migrate_source(code, "native").notes
+    assert note.startswith(f"line 2: load checkpoints of {name} after amp.initialize")
 
 
 def test_what_is_left_stands_beside_what_is_not():

@@ -1,10 +1,8 @@
-"""Shapes of legacy scripts, and folders over which the training is spread: migrated, they train like the original."""
+"""Shapes of scripts, and folders over which the training is spread: migrated, they train like the original."""
 
-import hard_shapes
 import pytest
-from legacy_shapes import HARD, HEAD, LEFT, SHAPES
 from running import assert_trains_alike, migrate, write
-from spread_shapes import TREES
+from shapes import HARD, HEAD, LEFT, SHAPES, TREES
 
 pytestmark = [
     # What the original says of shapes that were made to be hard.
@@ -31,14 +29,6 @@ def test_folders(name, tmp_path):
     assert left == {}
     assert under_autocast > 0
     assert migrate(tmp_path) == {}
-
-
-@pytest.mark.parametrize("name", hard_shapes.TREES)
-def test_what_is_decided_at_run_time(name, tmp_path):
-    write(tmp_path, hard_shapes.TREES[name])
-    left, under_autocast = assert_trains_alike(tmp_path)
-    assert left == {}
-    assert under_autocast > 0
 
 
 @pytest.mark.parametrize("name", LEFT)

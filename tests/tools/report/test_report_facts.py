@@ -3,11 +3,11 @@
 import pytest
 import torch
 from amp_training import initialized, make_step, reset
+from internals import observers
 from report_runs import Net, one_step, train
 from torch import nn
 
 from ampcompat import _torch, amp
-from ampcompat.amp.observers import observers
 from ampcompat.tools import devices
 from ampcompat.tools.report import PrecisionReport
 

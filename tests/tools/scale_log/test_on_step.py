@@ -1,10 +1,10 @@
 import pytest
 import torch
 from amp_training import reset
+from internals import observers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import _torch, amp
-from ampcompat.amp.observers import observers
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.tools.scale_log import StepRecord
 

@@ -26,13 +26,4 @@ TRAPS: tuple[Trap, ...] = (
     numeric.overflowing_fill,
 )
 
-#: Traps that the check had once, and what reports them.
-FORMER_TRAPS = {
-    "half_by_hand": "amp.initialize refuses such a model",
-    "wrapped_before_initialize": "amp.initialize refuses such a model",
-    "vanishing_constant": "ampcompat run --explain names the line",
-    "adam_eps_in_half": "ampcompat run --explain names the weights",
-    "deepcopy_of_optimizer": "plain torch steps the copy's own parameters too",
-}
-
-__all__ = ["FORMER_TRAPS", "TRAPS", "Trap"]
+__all__ = ["TRAPS", "Trap"]

@@ -6,13 +6,15 @@ import ast
 from collections.abc import Iterator
 
 from ampcompat.tools.check.bindings import dotted
-from ampcompat.tools.check.branches import conditions, exclusive
+from ampcompat.tools.check.branches import asks_for_level, contradict
+from ampcompat.tools.check.calls import calls_by_function
 from ampcompat.tools.check.findings import WARNING
 from ampcompat.tools.check.mistakes import Grade, Mistake
 from ampcompat.tools.check.settings import Setting
-from ampcompat.tools.check.source import Source, called
-from ampcompat.tools.check.traps.blocks import CLIPS, With, block_above, blocks_by_function, follows_a_block, yielded
+from ampcompat.tools.check.source import Source
+from ampcompat.tools.check.traps.blocks import CLIPS, block_above, blocks_by_function, follows_a_block, yielded
 from ampcompat.tools.check.traps.grades import with_masters, with_masters_or_scale
+from ampcompat.tools.check.traps.models import is_initialized_by_class
 
 
 def clip_of_model_params(source: Source) -> Iterator[Mistake]:
@@ -21,20 +23,12 @@ def clip_of_model_params(source: Source) -> Iterator[Mistake]:
     At O2 the gradients that count are those of the float32 masters; clipping the model's half gradients after the
     block changes nothing. Clip ``amp.master_params(optimizer)``: right at every level.
     """
-    if source.bindings.is_native:  # it has no masters
-        return
     note = "the optimizer steps master parameters, so that this changes nothing; clip amp.master_params(optimizer)"
-    # A function that clips master_params too has a branch for each precision.
-    clip_masters = {source.scope(call) for call in source.calls_to("apex.amp.master_params")}
     for call in source.calls_named(*CLIPS):
-        if _is_of_model(call) and source.scope(call) not in clip_masters and follows_a_block(source, call):
-            yield Mistake(call, note, _grade_after_block(source, call))
-
-
-def _is_of_model(call: ast.Call) -> bool:
-    """Whether a call clips ``model.parameters()``."""
-    given = call.args[0] if call.args else None
-    return isinstance(given, ast.Call) and isinstance(given.func, ast.Attribute) and given.func.attr == "parameters"
+        model = _model_of(call.args[0]) if call.args else ""
+        grade = _grade_of_change(source, call, model) if model else None
+        if grade is not None:
+            yield Mistake(call, note, grade)
 
 
 def edit_of_model_gradients(source: Source) -> Iterator[Mistake]:
@@ -43,17 +37,45 @@ def edit_of_model_gradients(source: Source) -> Iterator[Mistake]:
     The optimizer steps the float32 masters, whose gradients were taken when the block ended. Edit those of
     ``amp.master_params(optimizer)``, or edit inside the block.
     """
-    if source.bindings.is_native:  # it has no masters
-        return
     note = "the optimizer steps masters, so that this changes nothing; edit amp.master_params(optimizer)"
-    edit_masters = {source.scope(call) for call in source.calls_to("apex.amp.master_params")}
     for loop in source.kind(ast.For):
-        if not isinstance(loop.iter, ast.Call) or called(loop.iter) not in ("parameters", "named_parameters"):
-            continue
+        model = _model_of(loop.iter)
         names = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
         edit = next((node for node in source.within(loop) if _edited(node) in names), None)
-        if edit is not None and source.scope(loop) not in edit_masters and follows_a_block(source, loop):
-            yield Mistake(edit, note, _grade_after_block(source, edit))
+        grade = _grade_of_change(source, loop, model) if model and edit is not None else None
+        if edit is not None and grade is not None:
+            yield Mistake(edit, note, grade)
+
+
+def _model_of(node: ast.expr) -> str:
+    """The model whose ``parameters()`` or ``named_parameters()`` an expression is; ``"?"`` if it has no name."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return ""
+    return (dotted(node.func.value) or "?") if node.func.attr in ("parameters", "named_parameters") else ""
+
+
+def _grade_of_change(source: Source, node: ast.expr | ast.stmt, model: str) -> Grade | None:
+    """How bad it is that ``node`` changes gradients of ``model``; None where that may be before masters get theirs.
+
+    A function that handles the gradients of masters too has a branch for each precision, and code under a test of the
+    level knows what it does.
+    """
+    if source.bindings.is_native:  # it has no masters
+        return None
+    scope = source.scope(node)
+    knows_masters = any(source.scope(call) is scope for call in source.calls_to("apex.amp.master_params"))
+    if knows_masters or asks_for_level(source, node):
+        return None
+    if follows_a_block(source, node) or is_initialized_by_class(source, node, model):
+        return with_masters
+    is_given = source.is_parameter(model.partition(".")[0], node)
+    is_called_after = any(follows_a_block(source, call) for call in calls_by_function(source).get(scope, []))
+    return _perhaps_with_masters if is_given and is_called_after else None
+
+
+def _perhaps_with_masters(setting: Setting) -> str | None:
+    """A warning where the optimizer steps masters, if a function is given the model that they belong to."""
+    return WARNING if with_masters(setting) else None
 
 
 def _edited(node: ast.AST) -> str:
@@ -70,17 +92,6 @@ def _edited(node: ast.AST) -> str:
     return name if attribute == "grad" else ""
 
 
-def _with_masters_if_it_runs(setting: Setting) -> str | None:
-    """A warning where the optimizer steps masters, for code that may not run at such a level."""
-    return WARNING if with_masters(setting) else None
-
-
-def _grade_after_block(source: Source, node: ast.AST) -> Grade:
-    """How bad a change of the model's own gradients is: code under ``if opt_level == ...`` may know what it does."""
-    asks_for_level = any("opt_level" in test.lower() for test, _ in conditions(source, node))
-    return _with_masters_if_it_runs if asks_for_level else with_masters
-
-
 def backward_after_block(source: Source) -> Iterator[Mistake]:
     """``scaled_loss.backward()`` below the block of ``amp.scale_loss(...) as scaled_loss``.
 
@@ -91,7 +102,7 @@ def backward_after_block(source: Source) -> Iterator[Mistake]:
         block = block_above(blocks_by_function(source).get(source.scope(call), []), call)
         if block is None or scaled not in yielded(block) or _is_in_block_that_yields(source, call, scaled):
             continue
-        if not exclusive(source, block, call) and not _is_assigned_below(source, block, call, scaled):
+        if not contradict(source, block, call):
             note = f"the block that unscales its gradients has ended; indent {scaled}.backward() into it"
             yield Mistake(call, note, with_masters_or_scale)
 
@@ -99,11 +110,3 @@ def backward_after_block(source: Source) -> Iterator[Mistake]:
 def _is_in_block_that_yields(source: Source, node: ast.AST, name: str) -> bool:
     around = source.ancestors(node)
     return any(isinstance(block, ast.With | ast.AsyncWith) and name in yielded(block) for block in around)
-
-
-def _is_assigned_below(source: Source, block: With, node: ast.Call, name: str) -> bool:
-    """Whether ``name`` is given something else between a block and a node."""
-    for statement in source.kind(ast.Assign):
-        if block.lineno < statement.lineno <= node.lineno and name in map(dotted, statement.targets):
-            return True
-    return False

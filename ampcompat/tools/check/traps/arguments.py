@@ -9,7 +9,7 @@ from ampcompat.tools.check.bindings import dotted
 from ampcompat.tools.check.findings import ERROR, WARNING
 from ampcompat.tools.check.levels import LEVELS
 from ampcompat.tools.check.mistakes import Mistake
-from ampcompat.tools.check.settings import DEFAULT_LEVEL, Setting, initializations
+from ampcompat.tools.check.settings import DEFAULT_LEVEL, initializations
 from ampcompat.tools.check.source import SCALE_LOSS, Source, argument
 from ampcompat.tools.check.values import options, values_of
 
@@ -63,14 +63,21 @@ def loss_id_out_of_range(source: Source) -> Iterator[Mistake]:
         if not isinstance(given, ast.Constant) or not isinstance(given.value, int):
             continue
         loss_id = given.value
+        known = [_num_losses(source, initialize) for initialize in initializations(source)]
+        if known and all(number is not None and loss_id >= number for number in known):
+            note = f"loss_id={loss_id} has no scaler and is refused: ids begin at 0; pass num_losses={loss_id + 1} to"
+            note += " amp.initialize"
+            yield Mistake(given, note, ERROR)
 
-        def grade(setting: Setting, loss_id: int = loss_id) -> str | None:
-            is_beyond = setting.num_losses is not None and loss_id >= setting.num_losses
-            return ERROR if is_beyond else None
 
-        note = f"loss_id={loss_id} has no scaler and is refused: ids begin at 0; pass num_losses={loss_id + 1} to"
-        note += " amp.initialize"
-        yield Mistake(given, note, grade, names_level=False)
+def _num_losses(source: Source, call: ast.Call) -> int | None:
+    """The number of losses that a call of ``initialize`` is given; None where that is not known."""
+    given = argument(call, 10, "num_losses")
+    if given is None:
+        unpacks = any(keyword.arg is None for keyword in call.keywords)
+        return None if unpacks else 1
+    number = values_of(source, given).looked_up(options(source)).usual
+    return number if isinstance(number, int) else None
 
 
 def whole_checkpoint(source: Source) -> Iterator[Mistake]:

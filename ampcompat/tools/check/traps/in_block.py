@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ampcompat.tools.check.bindings import dotted
 from ampcompat.tools.check.branches import contradict
+from ampcompat.tools.check.calls import calls_by_function, function_of
 from ampcompat.tools.check.mistakes import Mistake
 from ampcompat.tools.check.source import Source, argument, called, once
 from ampcompat.tools.check.traps.blocks import CLIPS, With, blocks_by_function
@@ -29,7 +30,7 @@ def _clips(source: Source, block: With, call: ast.Call) -> bool:
     """Whether a call in a block clips gradients, itself or by functions of the same file."""
     if called(call) in CLIPS and call.args:
         return True
-    function = _function_of(source, call)
+    function = function_of(source, call)
     clips = _clips_by_function(source).get(function, []) if function is not None else []
     return any(not contradict(source, block, clip) for clip in clips)
 
@@ -48,36 +49,8 @@ def _clips_by_function(source: Source) -> dict[ast.AST, list[ast.Call]]:
                 clips = found.setdefault(function, [])
                 if function not in blocks_by_function(source) and clip not in clips:
                     clips.append(clip)
-                    waiting += _callers(source).get(function, [])
+                    waiting += map(source.scope, calls_by_function(source).get(function, []))
     return found
-
-
-@once
-def _callers(source: Source) -> dict[ast.AST, list[ast.AST]]:
-    """The functions that call a function of the same file."""
-    found: dict[ast.AST, list[ast.AST]] = {}
-    for call in source.calls:
-        function = _function_of(source, call)
-        if function is not None:
-            found.setdefault(function, []).append(source.scope(call))
-    return found
-
-
-def _function_of(source: Source, call: ast.Call) -> ast.AST | None:
-    """The function of the same file that a call runs: ``clip(...)``, or ``self.clip()`` of the class around it."""
-    if isinstance(call.func, ast.Name):
-        return _functions(source).get((source.tree, call.func.id))
-    if isinstance(call.func, ast.Attribute) and dotted(call.func.value) == "self":
-        around = next((part for part in source.ancestors(call) if isinstance(part, ast.ClassDef)), None)
-        return None if around is None else _functions(source).get((around, call.func.attr))
-    return None
-
-
-@once
-def _functions(source: Source) -> dict[tuple[ast.AST, str], ast.AST]:
-    """The functions of a module and of its classes, by what they are defined in and by name."""
-    kinds: Iterator[ast.FunctionDef | ast.AsyncFunctionDef] = source.kind(ast.FunctionDef, ast.AsyncFunctionDef)
-    return {(source.parents[function], function.name): function for function in kinds}
 
 
 def step_in_block(source: Source) -> Iterator[Mistake]:

@@ -7,7 +7,7 @@ import bisect
 from collections.abc import Callable, Iterator
 
 from ampcompat.tools.check.bindings import dotted
-from ampcompat.tools.check.branches import conditions
+from ampcompat.tools.check.branches import conditions, is_not_half
 from ampcompat.tools.check.findings import ERROR, WARNING
 from ampcompat.tools.check.mistakes import Grade, Mistake
 from ampcompat.tools.check.settings import Setting
@@ -25,7 +25,19 @@ FIX = "use torch.finfo(x.dtype).min, or -1e4"
 
 def _may_be_half(source: Source, node: ast.AST) -> bool:
     """Whether an expression may be a half tensor: it has a variable and nothing in it says float32 or numpy."""
-    return _has(source, node, _is_variable) and not _has(source, node, _is_wide)
+    names = [name for name in source.within(node) if isinstance(name, ast.Name)]
+    if not names or _has(source, node, _is_wide):
+        return False
+    return not any(_is_made_wide(source, name) for name in names)
+
+
+def _is_made_wide(source: Source, name: ast.Name) -> bool:
+    """Whether the last assignment above makes a name float32, in every case: ``scores = scores.float()``."""
+    value = _value_above(source, name)
+    if not isinstance(value, ast.Call) or not conditions(source, value) <= conditions(source, name):
+        return False
+    is_cast = called(value) == "to" and _has(source, value, _names_wide_dtype)
+    return is_cast or called(value) in WIDENS
 
 
 def _has(source: Source, node: ast.AST, wanted: Callable[[ast.AST], bool]) -> bool:
@@ -41,10 +53,6 @@ def _words(node: ast.AST) -> str:
     return word if isinstance(word, str) else ""
 
 
-def _is_variable(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name)
-
-
 def _is_mask(node: ast.AST) -> bool:
     return "mask" in _words(node).lower()
 
@@ -55,6 +63,10 @@ def _is_wide(node: ast.AST) -> bool:
         return called(node) in WIDENS
     if isinstance(node, ast.Attribute) and _words(node.value) in PLAIN_MODULES:
         return True
+    return _names_wide_dtype(node)
+
+
+def _names_wide_dtype(node: ast.AST) -> bool:
     return any(dtype in _words(node) for dtype in WIDE)
 
 
@@ -118,6 +130,8 @@ def overflowing_fill(source: Source) -> Iterator[Mistake]:
         value = argument(call, 1, "value")
         if not isinstance(call.func, ast.Attribute) or value is None or not _overflows(value):
             continue
+        if is_not_half(source, call):
+            continue
         filled = call.func.value
         if _may_be_half(source, filled):
             grade = _where_products_are_float16 if _is_product(source, filled) else _where_float16_is
@@ -126,7 +140,7 @@ def overflowing_fill(source: Source) -> Iterator[Mistake]:
     nodes: Iterator[ast.Assign | ast.BinOp] = source.kind(ast.Assign, ast.BinOp)
     for node in nodes:
         number = _masked_with(source, node)
-        if number is not None:
+        if number is not None and not is_not_half(source, node):
             note = f"{ast.unparse(number)} is out of float16's range (65504); {FIX}"
             yield Mistake(node, note, _where_float16_is)
 
@@ -156,12 +170,10 @@ def _is_product(source: Source, node: ast.expr | None) -> bool:
 
 
 def _value_above(source: Source, name: ast.Name) -> ast.expr | None:
-    """What the last assignment above gives ``name`` in its function, in every case; None if there is none."""
+    """What the last assignment above gives ``name`` in its function; None if there is none."""
     values = _assigned(source).get((source.scope(name), name.id), [])
     above = bisect.bisect_left(values, name.lineno, key=lambda value: value.lineno)
-    if above == 0 or not conditions(source, values[above - 1]) <= conditions(source, name):
-        return None
-    return values[above - 1]
+    return values[above - 1] if above else None
 
 
 @once

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampcompat.tools.check.branches import has_alternative
+from ampcompat.tools.check.branches import is_without_amp
 from ampcompat.tools.check.findings import WARNING
 from ampcompat.tools.check.mistakes import Mistake
 from ampcompat.tools.check.settings import Setting, initializations
@@ -28,8 +28,7 @@ def unscaled_backward(source: Source) -> Iterator[Mistake]:
     note = "without a scale_loss block the loss is not scaled, and masters get no gradients; write"
     note += " `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
     for backward in source.calls_named("backward"):
-        # In one of two branches it may be the one without amp.
-        if not isinstance(backward.func, ast.Attribute) or backward.args or has_alternative(source, backward):
+        if not isinstance(backward.func, ast.Attribute) or backward.args or is_without_amp(source, backward):
             continue
         is_near = _part_around(source, backward) in initializing
         # Code further away may be called where amp is off.

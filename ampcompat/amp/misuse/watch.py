@@ -1,0 +1,212 @@
+"""An observer of the first blocks of a run, and of their steps: each mistake that it finds is warned of once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from ampcompat import _torch
+from ampcompat._state import state
+from ampcompat._types import Optimizer
+from ampcompat.amp.half.masters import Master
+from ampcompat.amp.misuse.half_gradients import HalfGradients
+from ampcompat.amp.scaling.gradients import OpenBlock, pending_in
+from ampcompat.amp.scaling.mistakes import warn_of
+from ampcompat.amp.scaling.optimizer_state import OptimizerState
+
+#: How many blocks are watched for each loss: a hook on the loss takes a tenth of a millisecond of a backward pass.
+WATCHED = 16
+
+
+def watch_more(losses: int) -> None:
+    """Watch the next blocks, for ``losses`` losses of a call of ``initialize``."""
+    watches = [observer for observer in state.observers if isinstance(observer, Watch)]
+    if not watches:
+        watches = [Watch()]
+        state.observers += watches
+    watches[0].blocks_left += WATCHED * losses
+
+
+class _Bystander(NamedTuple):
+    """A gradient that waits for the step of another optimizer while a block is open, and its version before."""
+
+    optimizer: Optimizer
+    param: torch.Tensor
+    grad: torch.Tensor
+    version: int
+
+    def is_there(self) -> bool:
+        """Whether the gradient was not cleared or replaced."""
+        return self.param.grad is self.grad
+
+
+class _Expected(NamedTuple):
+    """What the watch looks for while a block is open.
+
+    Attributes:
+        backward_calls: One True for each backward pass of the scaled loss; None where it needs no gradient.
+        bystanders: A gradient of each other optimizer that has yet to step.
+    """
+
+    backward_calls: list[bool] | None
+    bystanders: list[_Bystander]
+
+
+@dataclass(eq=False)
+class _Record:
+    """What the watch knows of one optimizer.
+
+    Attributes:
+        had_block: Whether there was a block since the last step.
+        had_gradients: Whether such a block gave any gradients.
+        used: The gradients in the model at the last step: a later step that finds one of them has no new one.
+        foreign: A gradient that a block of another optimizer has added to.
+        half_gradients: What blocks have left in its half gradients.
+    """
+
+    had_block: bool = False
+    had_gradients: bool = False
+    used: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    foreign: _Bystander | None = None
+    half_gradients: HalfGradients = field(default_factory=HalfGradients)
+
+    def was_used(self, gradient: torch.Tensor) -> bool:
+        """Whether ``gradient`` was there at the last step."""
+        return any(_torch.tensor_of(used) is gradient for used in self.used)
+
+
+class Watch:
+    """Look for mistakes in the first blocks, as an observer that takes itself away after them.
+
+    Attributes:
+        blocks_left: How many blocks it has yet to see.
+    """
+
+    def __init__(self) -> None:
+        self.blocks_left = 0
+        self._records: weakref.WeakKeyDictionary[Optimizer, _Record] = weakref.WeakKeyDictionary()
+        self._expected: dict[OpenBlock, _Expected] = {}
+        self._taken_before: set[Master] = set()
+
+    def _record_of(self, optimizer: Optimizer) -> _Record:
+        return self._records.setdefault(optimizer, _Record())
+
+    # -- a block -------------------------------------------------------------------------------------------------------
+    def on_block(self, block: OpenBlock) -> None:
+        """Look at the gradients that are there before ``block`` saves them."""
+        if block.is_plain or pending_in(block.leaves):
+            return
+        for optimizer in block.optimizers:
+            record = self._record_of(optimizer)
+            record.half_gradients.look()
+            _look_at_foreign(record)
+            if not record.had_block:
+                _look_at_plain_gradients(optimizer._amp_stash.leaves.masters, record)
+
+    def on_scaled_loss(self, block: OpenBlock, scaled: torch.Tensor) -> None:
+        """Follow the backward passes of the ``scaled`` loss of ``block``."""
+        calls: list[bool] = []
+        if scaled.requires_grad:
+            scaled.register_hook(lambda _grad: calls.append(True))  # type: ignore[no-untyped-call]
+        bystanders = [] if block.scalers[0].is_one else self._find_bystanders(block)
+        self._expected[block] = _Expected(calls if scaled.requires_grad else None, bystanders)
+
+    def _find_bystanders(self, block: OpenBlock) -> list[_Bystander]:
+        """One gradient of each other optimizer that has yet to step with it."""
+        found = []
+        for other in state.optimizers.listed():
+            leaves = other._amp_stash.leaves
+            waits = other not in block.optimizers and self._record_of(other).had_gradients
+            if not waits or block.overlaps(leaves) or pending_in(leaves) or other._amp_stash.in_block:
+                continue
+            param = next((param for param in leaves.direct if param.grad is not None), None)
+            if param is not None and param.grad is not None:
+                found.append(_Bystander(other, param, param.grad, param.grad._version))
+        return found
+
+    def on_block_end(self, block: OpenBlock) -> None:
+        """Note whose gradients ``block`` has given, and look at them if they were unscaled."""
+        expected = self._close(block)
+        if block.has_new_grads is None:  # gradients are left to torch, or stay scaled
+            for optimizer in block.optimizers:
+                self.on_unscaled_by_script(optimizer)
+            return
+        if block.has_new_grads and expected.backward_calls == []:
+            warn_of("unscaled loss in a block")
+        for record in self._records.values():
+            record.half_gradients.forget(block.leaves.masters)  # of others that share them
+        for optimizer in block.optimizers:
+            record = self._record_of(optimizer)
+            record.had_block = True
+            record.had_gradients = record.had_gradients or block.has_new_grads
+            record.half_gradients.remember(optimizer._amp_stash.leaves.masters)
+
+    def on_unscaled_by_script(self, optimizer: Optimizer) -> None:
+        """Note that ``optimizer`` has gradients of a block, or of a script's own."""
+        record = self._record_of(optimizer)
+        record.had_block = True
+        record.had_gradients = True
+
+    def on_block_undone(self, block: OpenBlock) -> None:
+        """Note that ``block`` was left by an exception."""
+        self._close(block)
+
+    def _close(self, block: OpenBlock) -> _Expected:
+        """Note what ``block`` has added to gradients of others, and end the watch after the last block."""
+        expected = self._expected.pop(block, _Expected(None, []))
+        for bystander in expected.bystanders:
+            if bystander.is_there() and bystander.grad._version != bystander.version:
+                seen = bystander._replace(version=bystander.grad._version)
+                self._record_of(bystander.optimizer).foreign = seen
+        self.blocks_left -= 1
+        if self.blocks_left <= 0:
+            state.observers[:] = [other for other in state.observers if other is not self]
+        return expected
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Look at the gradients that ``optimizer`` is about to step with."""
+        stash: OptimizerState = optimizer._amp_stash
+        record = self._record_of(optimizer)
+        record.half_gradients.look()
+        _look_at_foreign(record)
+        is_scaled = bool(stash.leaves.masters) or not all(scaler.is_one for scaler in stash.session.scalers)
+        gradients = [leaf.grad for leaf in stash.leaves.tensors() if leaf.grad is not None]
+        if is_scaled and record.had_block and not record.had_gradients:
+            warn_of("block without gradients")
+        elif is_scaled and not record.had_block and gradients and not record.was_used(gradients[0]):
+            warn_of("no block")
+        used = list(map(weakref.ref, gradients))
+        self._records[optimizer] = _Record(used=used, half_gradients=record.half_gradients)
+        self._taken_before = {master for master in stash.leaves.masters if master.half_taken}
+
+    def before_push(self, masters: Sequence[Master]) -> None:
+        """Look whether a step has written to half weights: itself, or through ``data`` that was taken in it."""
+        for master in masters:
+            was_taken = master.half_taken and master not in self._taken_before
+            if master.half_has_moved or was_taken:
+                warn_of("half weights written in a step")
+
+
+def _look_at_foreign(record: _Record) -> None:
+    """Warn where another optimizer's block has added to a gradient that is still there."""
+    foreign = record.foreign
+    record.foreign = None
+    if foreign is not None and foreign.is_there() and foreign.grad._version == foreign.version:
+        warn_of("scaled gradients of another block")
+
+
+def _look_at_plain_gradients(masters: Sequence[Master], record: _Record) -> None:
+    """Warn of gradients of half weights that no block gave: the block drops them."""
+    for master in masters:
+        gradient = master.half.grad
+        if gradient is None:
+            continue
+        is_of_no_block = not master.grad_shown and not record.was_used(gradient)
+        if is_of_no_block and gradient.any():  # zeros are cleared gradients
+            warn_of("plain gradients dropped")
+        return

@@ -1,0 +1,336 @@
+"""A ``scale_loss`` block from its entry to its end, and what each event does to gradients.
+
+A float32 parameter gets gradient 2 at scale 1024; then, since the scale has grown, gradient 3 at scale 2048:
+
+============================  ==========  =======================================  ==============================
+moment                        ``p.grad``  elsewhere                                by
+============================  ==========  =======================================  ==============================
+first block begins            None        the loss is multiplied by 1024           :meth:`Block.__enter__`
+``scaled.backward()``         2048                                                 torch
+first block ends              2           the optimizer notes the overflow flag,   :meth:`Block._unscale`
+                                          and the scale grows
+second block begins           None        the block saves 2                        :meth:`Block._begin`
+``scaled.backward()``         6144                                                 torch
+second block ends             5                                                    :meth:`Block._unscale`
+or its gradients stay scaled  6144        pending, with 2 and the scale            :meth:`Block._leave_pending`
+or its body raises            2                                                    :meth:`Block._put_back`
+``optimizer.step()``          5           unscales what is pending, and reads the  ``steps.scaled_step``
+                                          flag
+============================  ==========  =======================================  ==============================
+
+At levels with masters, unscaled gradients are in those of the masters: the head of ``unscaling`` has the numbers.
+Nearly always nothing is pending, and the middle column of the next table tells all. ``between_blocks`` has what happens
+outside of blocks.
+
+==============================  ======================================  ==============================================
+event                           nothing pending                         pending gradients in its leaves
+==============================  ======================================  ==============================================
+block begins                    older gradients are saved               rescaled; if not all are the block's, unscaled
+block ends                      unscaled, added to older ones           the same, in one pass
+block ends with an overflow     a step is skipped; other holders check  the same
+block gives no gradient         older ones come back                    unscaled
+ends with ``delay_unscale``     new ones are pending                    pending together
+ends in DDP's ``no_sync``       new ones are pending                    pending together
+block raises                    as it began                             lost, with a warning
+end of the block raises         cleared (None), older ones too          cleared
+``step``                        used; dropped from masters              unscaled, then used
+``step`` after an overflow      skipped; dropped from masters           unscaled, then skipped
+``step`` of one of two holders  used; shared masters keep them          unscaled, then used
+``zero_grad``                   gone, with what is known of them        gone
+``p.grad`` cleared              gone, in masters too                    gone; unscaled ones from before stay
+``p.grad`` edited               used; masters do not see it             unscaled as they are now
+``load_state_dict``             as they are                             as they are
+a param joins with a gradient   dropped where losses are scaled         as they are
+==============================  ======================================  ==============================================
+
+A block takes each tensor once, also where several of its optimizers hold it. The gradient of a master that several
+optimizers hold stays until it is cleared, as the gradient of a float32 weight does.
+
+apex kept lists of gradients for each optimizer (``apex/amp/handle.py: scale_loss``, ``_process_optimizer.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+
+from ampcompat import _torch
+from ampcompat._state import state
+from ampcompat._types import Optimizer
+from ampcompat.amp.casts.ambience import assert_ambience
+from ampcompat.amp.hints import add_hint
+from ampcompat.amp.observers import notify
+from ampcompat.amp.scaling import backward_methods
+from ampcompat.amp.scaling.between_blocks import end_pending, forget_overflows_if_cleared
+from ampcompat.amp.scaling.gradients import OpenBlock, Pending, open_block_of, pending_in
+from ampcompat.amp.scaling.leaves import Leaves, leaves_of
+from ampcompat.amp.scaling.mistakes import warn_of
+from ampcompat.amp.scaling.optimizer_state import OptimizerState
+from ampcompat.amp.scaling.scaler import LossScaler
+from ampcompat.amp.scaling.unscaling import (
+    add_saved,
+    adjust_scalers,
+    clear_in_model,
+    clear_partly_unscaled,
+    drop_cleared,
+    rescale,
+    save_grads,
+    unscale_new,
+)
+
+
+class Block(OpenBlock):
+    """The context that ``scale_loss`` returns: idle, then open, then done.
+
+    Its methods are the phases, in their order: :meth:`_begin` makes room for new gradients; at the end,
+    :meth:`_unscale` or :meth:`_leave_pending`; after an exception, :meth:`_put_back`.
+
+    Attributes:
+        loss: The script's loss, until it is scaled.
+        delay: Whether the end leaves gradients scaled (``delay_unscale``).
+        moves_scale: Whether the end moves the scale; otherwise the next transition counts the overflow.
+        entered: Whether it was entered.
+        has_own_methods: Whether a script has put methods of its own on an optimizer, where apex's saved and unscaled.
+    """
+
+    def __init__(
+        self, loss: torch.Tensor, optimizers: list[Optimizer], scaler: LossScaler, delay: bool, moves_scale: bool
+    ) -> None:
+        super().__init__(Leaves(), [scaler], optimizers=optimizers)
+        self.loss = loss
+        self.delay = delay
+        self.moves_scale = moves_scale
+        self.entered = False
+        self.has_own_methods = False
+
+    # -- entry ---------------------------------------------------------------------------------------------------------
+    @_torch.eager
+    def __enter__(self) -> torch.Tensor:
+        """Save older gradients for the backward pass; return the scaled loss."""
+        if self.entered:
+            raise RuntimeError(
+                "a scale_loss block was entered twice - it is for one backward pass - call amp.scale_loss(loss,"
+                " optimizer) for each."
+            )
+        self.entered = True
+        casts = state.casts
+        if casts.device_types and torch.is_autocast_enabled(casts.device_types[0]) != (casts.ambient is not None):
+            assert_ambience()
+        for optimizer in self.optimizers:
+            optimizer._amp_stash.look_up(optimizer)
+        self.leaves = leaves_of(self.optimizers)
+        needs_scale = self._needs_scale()
+        self.is_plain = not needs_scale and not self._has_masters()
+        if state.open_blocks:
+            _refuse_inside_another(self)
+        if state.pending:
+            _refuse_part_of_unsynced(self)
+        if state.observers:
+            notify("on_scale_loss", self.loss, self.scalers[0], self.optimizers)
+            notify("on_block", self)
+        state.open_blocks.append(self)
+        if self.is_plain:
+            return self.loss.float()
+        try:
+            self._begin()
+            return self._multiply() if needs_scale else self.loss.float()
+        except BaseException:
+            state.open_blocks.remove(self)
+            self._undo_begin()
+            raise
+
+    def _needs_scale(self) -> bool:
+        """Whether the loss is multiplied by a scale at all."""
+        if not self.scalers[0].is_one or pending_in(self.leaves):
+            return True
+        stashes = [optimizer._amp_stash for optimizer in self.optimizers]
+        return any(stash.overflows or stash.delayed for stash in stashes)
+
+    def _has_masters(self) -> bool:
+        for optimizer in self.optimizers:
+            stash = optimizer._amp_stash
+            if stash.leaves.masters or stash.session.policy.master_weights:
+                return True
+        return False
+
+    def _begin(self) -> None:
+        """Make room for the gradients of the backward pass."""
+        if len(state.optimizers.live) > 1:
+            for other in state.optimizers.listed():
+                drop_cleared(other._amp_stash.leaves.masters)  # before the backward pass adds to what was cleared
+        scaled = self._take_pending() if state.pending else set()
+        for optimizer in self.optimizers:
+            stash: OptimizerState = optimizer._amp_stash
+            if stash.device_steps.undecided:
+                stash.device_steps.report_arrived()
+            if not scaled and (stash.overflows or stash.delayed or stash.suspect):
+                forget_overflows_if_cleared(stash)
+        self.has_own_methods = backward_methods.are_replaced(self.optimizers)
+        if self.has_own_methods and not self.delay and not scaled:
+            backward_methods.save_by_scripts(self)
+        else:
+            save_grads(self.leaves, self.saved, scaled)
+
+    def _take_pending(self) -> set[int]:
+        """Bring pending gradients within the block to its scale, and unscale those that only overlap it.
+
+        Returns:
+            Ids of the leaves that have scaled gradients now.
+        """
+        scaled: set[int] = set()
+        ids = self.leaves.ids()
+        for pending in pending_in(self.leaves):
+            own = pending.leaves.ids()
+            if not own.issubset(ids):
+                end_pending(pending)
+                continue
+            rescale(pending, self.scalers[0])
+            state.pending.remove(pending)
+            self.took_pending = True
+            self.saved.update(pending.saved)
+            self.scalers = list(dict.fromkeys([*self.scalers, *pending.scalers]))
+            scaled |= own
+        return scaled
+
+    def _multiply(self) -> torch.Tensor:
+        """Return the loss times the scale, which the end divides by."""
+        scaler = self.scalers[0]
+        scaled = scaler.scale_loss(self.loss)
+        self.scale = scaler.scale
+        if not scaler.is_one:
+            for optimizer in self.optimizers:
+                optimizer._amp_stash.session.has_scaled = True
+        del self.loss  # so that it is freed when the script drops it
+        if state.observers:
+            notify("on_scaled_loss", self, scaled)
+        return scaled
+
+    def _undo_begin(self) -> None:
+        """Undo :meth:`_begin`, which has raised, or the scaling of the loss: no new gradients are there."""
+        if self.took_pending:
+            self._put_back()
+        else:
+            add_saved(self.saved)
+
+    # -- exit ----------------------------------------------------------------------------------------------------------
+    @_torch.eager
+    def __exit__(self, kind: object, error: BaseException | None = None, trace: object = None) -> None:
+        """Unscale the new gradients, or leave them scaled; or, after an exception, undo the block."""
+        if kind is not None:
+            self._undo(error)
+            return
+        try:
+            if not self.is_plain:
+                self._end()
+        except BaseException:
+            clear_partly_unscaled(self)
+            raise
+        finally:
+            state.open_blocks.remove(self)
+        if state.observers:
+            notify("on_block_end", self)
+            if self.is_plain or self.has_new_grads is not None:
+                notify("on_gradients", self.scalers[0], self.optimizers)
+
+    def _end(self) -> None:
+        """Unscale the new gradients, or leave them scaled for a later block or the step."""
+        is_unsynced = False
+        stays_scaled = self.delay
+        if state.adapters:
+            leaves = self.leaves.tensors()
+            is_unsynced = any(adapter.defers_sync(leaves) for adapter in state.adapters)
+            waits_for_script = any(adapter.leaves_sync_to_script(leaves) for adapter in state.adapters)
+            stays_scaled = self.delay or is_unsynced or waits_for_script
+        if stays_scaled:
+            self._leave_pending(is_unsynced)
+        else:
+            self._unscale()
+
+    @_torch.without_grad
+    def _unscale(self) -> None:
+        """Unscale the new gradients, add saved ones, and make the scaler's transition. No host sync."""
+        scripts_had_grads = False
+        leaves = self.leaves
+        if self.has_own_methods:
+            scripts_had_grads, leaves = backward_methods.unscale_by_scripts(self)
+        self.has_new_grads = unscale_new(leaves, self.scalers[0], self.scale) or scripts_had_grads
+        if self.saved:
+            add_saved(self.saved)
+        overflows = adjust_scalers(self, self.moves_scale)
+        if not overflows:
+            return
+        for optimizer in self.optimizers:
+            optimizer._amp_stash.note_overflows(overflows)
+        if any(optimizer._amp_stash.shared for optimizer in self.optimizers):
+            self._suspect_other_holders()
+
+    def _suspect_other_holders(self) -> None:
+        """Make other optimizers that hold a leaf of the block look at their gradients before they step."""
+        for other in state.optimizers.listed():
+            if other not in self.optimizers and self.overlaps(other._amp_stash.leaves):
+                other._amp_stash.suspect = True
+
+    def _leave_pending(self, is_unsynced: bool) -> None:
+        """Leave the gradients scaled, to a later block or to the step."""
+        scale = self.scalers[0].scale_on() if self.scale is None else self.scale
+        state.pending.append(Pending(self.leaves, self.scalers, scale, self.saved, is_unsynced))
+
+    # -- exit, after an exception --------------------------------------------------------------------------------------
+    def _undo(self, error: BaseException | None) -> None:
+        """Close the block after ``error``, and add a hint to it where mixed precision provokes it."""
+        state.open_blocks.remove(self)
+        if not self.is_plain:
+            self._put_back()
+        if state.observers:
+            notify("on_block_undone", self)
+        if isinstance(error, Exception):
+            if state.observers:
+                notify("on_failure", error)
+            add_hint(error)
+
+    def _put_back(self) -> None:
+        """Put back what was saved when the block began; new gradients, and pending ones, are cleared."""
+        self.scalers[0].forget_found_inf()
+        drop_cleared(self.leaves.masters)
+        clear_in_model(self.leaves)
+        add_saved(self.saved)
+        if self.took_pending:
+            warn_of("pending gradients lost")
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+def _refuse_part_of_unsynced(block: OpenBlock) -> None:
+    """Refuse a block that has some of the tensors of a ``no_sync`` pass, whose gradients it could not average."""
+    ids = block.leaves.ids()
+    for pending in pending_in(block.leaves):
+        if pending.is_unsynced and not pending.leaves.ids() <= ids:
+            raise RuntimeError(
+                "scale_loss of some of the optimizers whose gradients no_sync() has left on this process - the rest"
+                " would never be averaged - give the block all of them: amp.scale_loss(loss, [optimizer_a,"
+                " optimizer_b])."
+            )
+
+
+def _refuse_inside_another(block: OpenBlock) -> None:
+    """Refuse a block inside one that gives gradients to the same tensors, unless both are plain."""
+    outer = open_block_of(block.leaves)
+    if outer is None or (outer.is_plain and block.is_plain):
+        return
+    _refuse_inner_block(outer.optimizers, block.optimizers)
+
+
+def _refuse_inner_block(outer: Sequence[Optimizer], inner: Sequence[Optimizer]) -> NoReturn:
+    """Raise for a block of ``inner`` inside one of ``outer`` that gives gradients to the same tensors."""
+    if any(optimizer in outer for optimizer in inner):
+        raise RuntimeError(
+            "scale_loss inside a scale_loss block of the same optimizer - gradients of the two could not be told apart"
+            " - close the first block, or add the losses up."
+        )
+    raise RuntimeError(
+        f"scale_loss inside the scale_loss block of another optimizer ({type(outer[0]).__name__}) that shares"
+        " parameters with this one - the gradients of the two losses would be added up in the same tensors, and"
+        " unscaled twice - close the first block before, or give both optimizers to one block:"
+        " `with amp.scale_loss(loss_a + loss_b, [optimizer_a, optimizer_b])` (D38)."
+    )

@@ -1,0 +1,98 @@
+"""The casts of one call of ``initialize`` or ``amp.init``: begun, switched off and on, ended.
+
+A :class:`~ampcompat.amp.scaling.session.Session` says what the call wants; here torch is told.
+"""
+
+from __future__ import annotations
+
+from ampcompat import _torch
+from ampcompat._log import warn_once
+from ampcompat._state import state
+from ampcompat.amp.casts import cpu_convolution
+from ampcompat.amp.casts.ambience import (
+    install_casting,
+    policies_in_force,
+    sessions_in_force,
+    set_ambient,
+    switch_this_forward,
+    uninstall_casting,
+)
+from ampcompat.amp.half.devices import device_types_of
+from ampcompat.amp.scaling.session import Session
+
+
+def begin_casts(session: Session) -> None:
+    """Make the casts of ``session``, if it has any, the ambient ones, on the devices of every live model."""
+    held = device_types_of(state.models.live)
+    if state.models.live and not held:  # models without tensors alone: they compute where their inputs are
+        held = {_torch.accelerator(), "cpu"}
+    session.device_types = held & set(_torch.autocast_device_types())
+    if session.policy.casts.enabled:
+        for device_type in held - session.device_types:
+            _warn_of_no_autocast(session, device_type)
+        install_casting(session.device_types)
+        session.has_models = session.policy in policies_in_force()
+        _come_into_force(session)
+    elif session.policy.half_dtype is not None and "cpu" in session.device_types:
+        cpu_convolution.acquire()
+    release_casts()
+    of_init = [other.device_types for other in state.casts.sessions if not other.has_models]
+    set_ambient(session.device_types.union(*of_init))
+
+
+def begin_casts_of_init(session: Session) -> None:
+    """Make the casts of ``session``, of ``amp.init``, ambient, and cast functions in the forwards of all models."""
+    of_models = device_types_of(state.models.live) & set(_torch.autocast_device_types())
+    session.device_types = of_models | {_torch.accelerator()}
+    install_casting(session.device_types)
+    for model in state.models.live:
+        policy = model.__dict__["_amp_policy"]
+        if not policy.casts.enabled:  # forwards at other levels cast functions too, into their own half dtype
+            session.casting.append(policy)
+            policy.casts = policy.casts._replace(enabled=True)
+    _come_into_force(session)
+    set_ambient(session.device_types)
+
+
+def _come_into_force(session: Session) -> None:
+    """Make ``session`` the latest of the calls that cast functions, and forget those whose models are gone."""
+    state.casts.sessions = [*(other for other in sessions_in_force() if other is not session), session]
+
+
+def _warn_of_no_autocast(session: Session, device_type: str) -> None:
+    warn_once(
+        f"no autocast on {device_type}",
+        f"amp.initialize got opt_level={session.properties.opt_level!r} and a model on the device type"
+        f" {device_type!r}, which this torch cannot autocast - no function is cast there, and it trains in"
+        " float32 - use opt_level='O2' (O5 for bfloat16), which casts the model.",
+    )
+
+
+def switch_casts(session: Session, on: bool) -> None:
+    """Switch the casts of ``session`` off, or on again; a forward that this thread is in the middle of follows at once.
+
+    Ambient casts follow. Patches of torch stay, so that switching is cheap.
+    """
+    for policy in session.casting:
+        policy.casts = policy.casts._replace(enabled=on)
+    if state.session is None:  # reset since
+        return
+    if on:
+        install_casting(session.device_types)
+        _come_into_force(session)
+    set_ambient(session.device_types.union(state.casts.device_types))
+    switch_this_forward(on)
+
+
+def end_casts(session: Session) -> None:
+    """Take the casts of ``session`` back (``handle._deactivate()``); with the last of them go all patches of torch."""
+    for policy in session.casting:
+        policy.casts = policy.casts._replace(enabled=False)
+    release_casts()
+
+
+def release_casts() -> None:
+    """Take all patches off torch if no model and no ``amp.init`` casts functions any more."""
+    policies = [*policies_in_force(), *(session.policy for session in sessions_in_force())]
+    if not any(policy.casts.enabled for policy in policies):
+        uninstall_casting()

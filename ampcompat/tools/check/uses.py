@@ -1,0 +1,96 @@
+"""The symbols of apex that one file uses: in imports, by names, by probes, and what amp leaves on optimizers."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampcompat.tools.check.bindings import apex_name
+from ampcompat.tools.check.findings import DIFFERS, NOTE, UNSUPPORTED, WORKS, Finding
+from ampcompat.tools.check.libraries import uses_of_apex
+from ampcompat.tools.check.source import TRIES, Source
+from ampcompat.tools.check.symbols import ON_OPTIMIZERS, canonical, verdict
+
+PROBES = ("find_spec", "import_module", "__import__", "version", "get_distribution")
+ATTRIBUTES = ("hasattr", "getattr", "setattr", "delattr")
+OF_LIBRARY = (
+    "the library imports apex itself: start the script with `ampcompat run`, or call ampcompat.install_as_apex() above"
+    " the import of that library; imports that are renamed here do not reach it"
+)
+
+
+def symbols_of(source: Source) -> list[Finding]:
+    """A finding for each symbol on each line."""
+    found: list[Finding] = []
+    for node in source.nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found += [_symbol(source, node, name) for name in filter(None, map(apex_name, _imported(node)))]
+        elif (symbol := _used(source, node)) is not None and not _is_of_native_amp(source, symbol):
+            found.append(_symbol(source, node, symbol))
+    found += [f for call in source.calls_named(*PROBES) if (f := _probe(source, call)) is not None]
+    found += _left_on_optimizers(source)
+    found += [source.finding(node, "symbol", name, DIFFERS, OF_LIBRARY) for node, name in uses_of_apex(source)]
+    # Two mentions on one line (`amp.initialize(amp.x)`) stay two only when they name different symbols.
+    return list({(f.line, f.name): f for f in found}.values())
+
+
+def _is_of_native_amp(source: Source, symbol: str) -> bool:
+    """Whether a symbol that counts as one of ``apex.amp`` is one of ``native_amp``."""
+    return source.bindings.is_native and symbol.startswith("apex.amp.")
+
+
+def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """The names that a statement imports, in full; of a star the module's."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if node.level > 0:
+        return []
+    return [node.module or "" if alias.name == "*" else f"{node.module}.{alias.name}" for alias in node.names]
+
+
+def _used(source: Source, node: ast.AST) -> str | None:
+    """The apex symbol that a node uses; of a chain of attributes the whole speaks."""
+    if not isinstance(node, ast.Attribute | ast.Name) or not isinstance(node.ctx, ast.Load):
+        return None
+    if isinstance(source.parents.get(node), ast.Attribute):
+        return None  # the longer chain speaks
+    symbol = source.apex(node)
+    # A bare module (`if amp is not None`, `amp` passed on) says nothing that its import did not.
+    return None if symbol is None or (isinstance(node, ast.Name) and symbol.count(".") < 2) else symbol
+
+
+def _symbol(source: Source, node: ast.AST, name: str) -> Finding:
+    level, note = verdict(name)
+    if level == UNSUPPORTED and isinstance(node, ast.Import | ast.ImportFrom) and _guarded(source, node):
+        level, note = DIFFERS, f"imported inside try: the probe finds ampcompat, each use of it is refused ({note})"
+    return source.finding(node, "symbol", canonical(name), level, note)
+
+
+def _guarded(source: Source, node: ast.AST) -> bool:
+    """Whether a statement stands in the body of a ``try`` with handlers."""
+    for child, parent in source.around(node):
+        if isinstance(parent, TRIES) and source.field(child) == "body" and getattr(parent, "handlers", []):
+            return True
+    return False
+
+
+def _probe(source: Source, call: ast.Call) -> Finding | None:
+    first = call.args[0] if call.args else None
+    if not isinstance(first, ast.Constant) or not isinstance(first.value, str):
+        return None
+    if first.value.partition(".")[0] != "apex":
+        return None
+    level, note = verdict(first.value)
+    note = note or "asked for by name: answered under `ampcompat run` or install_as_apex()"
+    return source.finding(call, "symbol", canonical(first.value), NOTE if level == WORKS else level, note)
+
+
+def _left_on_optimizers(source: Source) -> Iterator[Finding]:
+    """What amp leaves on an optimizer, as an attribute, or asked for by name: ``hasattr(optimizer, "_amp_stash")``."""
+    for attribute in source.kind(ast.Attribute):
+        if attribute.attr in ON_OPTIMIZERS:
+            yield source.finding(attribute, "symbol", f"optimizer.{attribute.attr}", WORKS)
+    for call in source.calls_named(*ATTRIBUTES):
+        name = call.args[1] if len(call.args) > 1 else None
+        if isinstance(name, ast.Constant) and name.value in ON_OPTIMIZERS:
+            yield source.finding(call, "symbol", f"optimizer.{name.value}", WORKS)
