@@ -24,7 +24,7 @@ __all__ = ["main"]
 #: Commands whose line ends with a script and its own arguments; their modules have a ``split(argv)``.
 RUN_SCRIPTS = ("run", "parity")
 #: Words that are taken for commands, and what they are.
-TAKEN_FOR_COMMANDS = {"explain": "run --explain", "receipt": "run --report", "report": "run --report"}
+TAKEN_FOR_COMMANDS = {"explain": "run --explain", "report": "run --report"}
 #: First words of a line that lacks only ``run``.
 FIRST_AFTER_RUN = ("-m", "-c", "-", "--opt-level", "--dtype", "--keep-fp32", "--explain", "--report")
 

@@ -9,19 +9,18 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from ampcompat import __version__
 from ampcompat.cli import run as run_command
 from ampcompat.cli import torch_version
 from ampcompat.cli._emit import emit, painted
-from ampcompat.cli._options import Gone
 from ampcompat.tools import script
-from ampcompat.tools.parity.compare import Result, Tolerance, judge
-from ampcompat.tools.parity.levels import REFERENCE, Level, read_levels
-from ampcompat.tools.parity.runs import Options, Run, run_level
-from ampcompat.tools.parity.save import passed, save_csv, save_json
+from ampcompat.tools.parity.compare import Result, Tolerance, judge, passed
+from ampcompat.tools.parity.levels import Level, read_levels
+from ampcompat.tools.parity.runs import Run, run_all
+from ampcompat.tools.parity.save import save_json
+from ampcompat.tools.parity.scripts import Options, run_level, warnings_of
 from ampcompat.tools.parity.table import table
 
 TAKES_VALUE = (
@@ -75,11 +74,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--timeout", type=float, default=600, help="seconds without a step that end a run; 0: never (%(default)s)"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write parity.json, .csv, .png and the logs there")
-    parser.add_argument("--opt-levels", action=Gone, instead="use --opt-level O1,O2")
-    parser.add_argument("--dtypes", action=Gone, instead="use --dtype fp16,bf16")
-    parser.add_argument("--smooth", action=Gone, instead="allow noisy losses more with --rtol")
-    parser.add_argument("--keep-fp32", action=Gone, instead="set AMPCOMPAT_KEEP_FP32=a,b, which every run inherits")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write parity.json and the logs there")
     parser.set_defaults(main=main, parser=parser)
     return parser
 
@@ -96,16 +91,27 @@ def main(args: argparse.Namespace) -> int:
         except OSError as problem:
             args.parser.error(f"--out {args.out} - it is not a directory ({problem.strerror}) - name a directory")
     options = Options(target, args.steps, args.seed, args.timeout)
+    with tempfile.TemporaryDirectory(prefix="ampcompat-parity-") as temporary:
+        runner = _Runner(options, args.out or Path(temporary), keep_logs=args.out is not None)
+        runs = run_all(levels, runner.run)
+        if runs[0].ending != "interrupted" and not runs[0].is_comparable:
+            emit("no other level runs: there is nothing to compare it with", error=True)
+        return _report(runs, args)
+
+
+def _report(runs: Sequence[Run], args: argparse.Namespace) -> int:
+    """Print what the runs have shown, write it, and return the exit status."""
     tolerance = Tolerance(args.rtol, args.atol)
-    with ExitStack() as stack:
-        folder: Path = args.out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ampcompat-parity-")))
-        runs = _Runner(options, folder, keep_logs=args.out is not None).run_all(levels)
-        results = judge(runs, tolerance, () if args.opt_level else ("O3",))
-        emit("\n" + table(results, tolerance, painted))
-        for line in _next_lines(results, args):
-            emit(line)
-        if args.out:
-            _save(args.out, results, args, tolerance)
+    results = judge(runs, tolerance, () if args.opt_level else ("O3",))
+    emit("\n" + table(results, tolerance, painted))
+    for warning in warnings_of(runs):
+        emit(warning)
+    for line in _next_lines(results, args):
+        emit(line)
+    if args.out:
+        settings = {name: getattr(args, name) for name in ("target", "steps", "seed", "rtol", "atol")}
+        save_json(args.out / "parity.json", results, {**settings, "ampcompat": __version__, "torch": torch_version()})
+        emit(f"wrote parity.json and the logs in {args.out}")
     if any(run.ending == "interrupted" for run in runs):
         return 130
     return 0 if passed(results) else 1
@@ -149,7 +155,7 @@ def _is_module(name: str) -> bool:
 
 
 class _Runner:
-    """Runs levels, one after the other, and says on standard error what happens.
+    """Runs a script at one level after the other, and says on standard error what happens.
 
     Args:
         options: The settings of all runs.
@@ -160,36 +166,12 @@ class _Runner:
     def __init__(self, options: Options, folder: Path, keep_logs: bool) -> None:
         self.options, self.folder, self.keep_logs = options, folder, keep_logs
         self._shown: list[list[str]] = []
-        self._with_skips: dict[tuple[int, ...], Run] = {}
 
-    def run_all(self, levels: Sequence[Level]) -> list[Run]:
-        """The runs; none after an interrupted one, or after a reference that is of no use."""
-        runs: list[Run] = []
-        for level in levels:
-            run = self._run(level, level.name)
-            runs.append(run)
-            if run.ending == "interrupted":
-                break
-            if not runs[0].is_comparable:
-                emit("no other level runs: there is nothing to compare it with", error=True)
-                break
-            skipped = tuple(run.skipped_steps)
-            if len(runs) > 1 and skipped and len(skipped) < len(run.steps):
-                reference = self._reference_with(skipped)
-                if reference.ending == "interrupted":
-                    run.ending = "interrupted"
-                    break
-                run.reference = reference if reference.is_comparable else None
-        return runs
-
-    def _reference_with(self, skips: tuple[int, ...]) -> Run:
-        """A run of the reference that skips the same steps."""
-        if skips not in self._with_skips:
-            count = f"{len(skips)} step{'s' if len(skips) > 1 else ''}"
-            self._with_skips[skips] = self._run(REFERENCE, f"{REFERENCE.name} without {count}", skips)
-        return self._with_skips[skips]
-
-    def _run(self, level: Level, name: str, skips: Sequence[int] = ()) -> Run:
+    def run(self, level: Level, skips: Sequence[int] = ()) -> Run:
+        """Run ``level``, with the steps numbered ``skips`` skipped as after an overflow."""
+        name = level.name
+        if skips:
+            name += f" without {len(skips)} step{'s' if len(skips) > 1 else ''}"
         is_terminal = sys.stderr.isatty()
         emit(f"{name}: running", error=True, end="" if is_terminal else "\n")
 
@@ -222,16 +204,20 @@ def _end_of(lines: list[str]) -> list[str]:
 
 
 def _next_lines(results: Sequence[Result], args: argparse.Namespace) -> list[str]:
-    """What to run next: explain where a loss is not finite, check where it is finite and too far from O0's."""
+    """What to run next for the levels that failed.
+
+    Explain where a loss is not finite or steps are skipped, check where a loss is finite and too far from O0's.
+    """
     reference, *others = results
     if reference.run.first_not_finite:
         return [_explain_line(reference.run.level, args.target)]  # the levels only add to what is wrong in float32
+    failed = [result for result in others if result.failed]
     lines = [
         _explain_line(result.run.level, args.target)
-        for result in others
-        if result.run.first_not_finite or result.is_without_update
+        for result in failed
+        if result.run.first_not_finite or result.run.is_mostly_skipped
     ]
-    is_off = any(result.judged and result.is_off for result in others)
+    is_off = any(result.is_off for result in failed)
     if is_off and not lines and args.target[0] not in script.WORDS:
         lines = _of_check(args.target[0])
     return lines
@@ -258,36 +244,7 @@ def _of_check(path: str) -> list[str]:
 
 
 def _summary(run: Run) -> str:
-    """As in "20 steps, 12.5 steps/s, 1 skipped"."""
-    seconds = run.seconds_per_step
-    rate = f", {1 / seconds:.3g} steps/s" if seconds else ""
-    reason = f"; {run.message}" if run.message else ""
+    """As in "20 steps, 1 skipped"."""
     steps = f"{len(run.steps)} step{'' if len(run.steps) == 1 else 's'}"
-    return f"{steps}{rate}, {len(run.skipped_steps)} skipped{reason}"
-
-
-def _save(folder: Path, results: Sequence[Result], args: argparse.Namespace, tolerance: Tolerance) -> None:
-    settings = {
-        "target": args.target,
-        "steps": args.steps,
-        "seed": args.seed,
-        "rtol": args.rtol,
-        "atol": args.atol,
-        "ampcompat": __version__,
-        "torch": torch_version(),
-    }
-    save_json(folder / "parity.json", results, settings)
-    save_csv(folder / "parity.csv", results)
-    written = ["parity.json", "parity.csv"]
-    try:
-        from ampcompat.tools.pictures import save_comparison
-    except ImportError:
-        emit("no picture: matplotlib is missing - pip install 'ampcompat[plot]'", error=True)
-    else:
-        save_comparison(folder / "parity.png", results, tolerance, _title(args.target))
-        written.append("parity.png")
-    emit(f"wrote {', '.join(written)} and the logs in {folder}")
-
-
-def _title(target: Sequence[str]) -> str:
-    return target[1] if target[0] == "-m" else os.path.basename(target[0])
+    reason = f"; {run.message}" if run.message else ""
+    return f"{steps}, {len(run.skipped_steps)} skipped{reason}"

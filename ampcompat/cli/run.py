@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ampcompat.cli._emit import emit
-from ampcompat.cli._options import Gone, level_names, opt_level
+from ampcompat.cli._options import level_names, opt_level
 from ampcompat.tools import script
 from ampcompat.tools.dtypes import SPELLINGS
 from ampcompat.tools.paths import why_not_writable
@@ -71,7 +71,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         const="",
         help="tell what ran in which dtype, or write it to FILE (.html, .json or text): --report=FILE",
     )
-    parser.add_argument("--receipt", action=Gone, instead="use --report or --report=FILE")
     parser.add_argument("--force", action="store_true", help="take the place of an installed apex that still has amp")
     parser.set_defaults(main=main, parser=parser)
     return parser

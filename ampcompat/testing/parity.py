@@ -8,13 +8,14 @@ from typing import SupportsFloat
 
 import torch
 
-from ampcompat.testing.report import failure
 from ampcompat.tools.core import LEVELS, observing, reset
 from ampcompat.tools.generators import random_state, seed_all, set_random_state
-from ampcompat.tools.parity.compare import Deviation, Tolerance, compare
+from ampcompat.tools.parity.compare import Tolerance, judge, passed
+from ampcompat.tools.parity.levels import Level
+from ampcompat.tools.parity.runs import Run, run_all
+from ampcompat.tools.parity.table import table
 from ampcompat.tools.recording.recorder import Recorder
 from ampcompat.tools.recording.skips import Skips
-from ampcompat.tools.recording.steps import Step
 
 __all__ = ["assert_opt_level_parity"]
 
@@ -46,8 +47,9 @@ def assert_opt_level_parity(
         The losses by level, the reference's included.
 
     Raises:
-        AssertionError: A loss is out of tolerance or not finite (where the reference is), or the numbers of steps
-            differ. The message names the first such step and holds a table of the losses around it.
+        AssertionError: A loss is out of tolerance or not finite (where the reference is), more than half of the steps
+            were skipped, or the numbers of losses differ. The message has the table of ``ampcompat parity`` and the
+            losses around the first step that is off.
         ValueError: An unknown level, a negative tolerance, or a ``train`` that shows no losses.
 
     A level that skipped steps for an overflow, as the first ones are while the loss scale is found, is compared with a
@@ -66,49 +68,39 @@ def assert_opt_level_parity(
             " - pass levels=('O1',), for example."
         )
     tolerance = Tolerance(rtol, atol)
-    losses: dict[str, list[float]] = {}
-    skipped: dict[str, tuple[int, ...]] = {}
-    for level in dict.fromkeys((reference, *levels)):
-        losses[level], skipped[level] = _losses(train, level, seed)
-    bases = {skipped[reference]: losses[reference], (): losses[reference]}
-    for level in levels:
-        if skipped[level] not in bases:
-            bases[skipped[level]], _ = _losses(train, reference, seed, skipped[level])
-    by_level = {level: bases[skipped[level]] for level in levels}
-    results = {level: compare(losses[level], by_level[level], tolerance) for level in levels}
-    if any(_failed(losses[level], by_level[level], result) for level, result in results.items()):
-        raise AssertionError(failure(losses, reference, results, tolerance, by_level, skipped))
-    return losses
+
+    def run(level: Level, skips: Sequence[int]) -> Run:
+        return _run(train, level, seed, skips)
+
+    runs = run_all([Level(level) for level in dict.fromkeys((reference, *levels))], run)
+    results = judge(runs, tolerance)
+    if not passed(results[1:]):
+        raise AssertionError(f"losses differ from those at {reference}\n\n{table(results, tolerance)}")
+    return {run.level.opt_level: [loss for loss in run.losses if loss is not None] for run in runs}
 
 
-def _failed(losses: list[float], reference: list[float], result: Deviation) -> bool:
-    return result.first_beyond is not None or len(losses) != len(reference)
-
-
-def _losses(
-    train: Callable[[str], Iterable[SupportsFloat] | None], level: str, seed: int, skips: tuple[int, ...] = ()
-) -> tuple[list[float], tuple[int, ...]]:
-    """The losses of one level, from the seed and a torch that amp has not touched, and the steps that it skipped.
+def _run(train: Callable[[str], Iterable[SupportsFloat] | None], level: Level, seed: int, skips: Sequence[int]) -> Run:
+    """Train at one level, from the seed and a torch that amp has not touched.
 
     Steps numbered ``skips`` are skipped as after an overflow.
     """
-    recorded: list[Step] = []
+    run = Run(level)
     reset()
-    recorder = Recorder(recorded.append, measure=True)
+    recorder = Recorder(run.steps.append, losses=True)
     try:
         with _seeded(seed), observing(recorder), observing(Skips(recorder, skips)):
-            returned = train(level)
-            losses = None if returned is None else [float(loss) for loss in returned]
+            returned = train(level.opt_level)
+            if returned is not None:
+                run.returned = [float(loss) for loss in returned]
     finally:
         reset()
-    if losses is None:
-        losses = [step.loss for step in recorded if step.loss is not None]
-    if not losses:
+    if not run.is_comparable:
         raise ValueError(
-            f"train({level!r}) showed no losses - it returned {'None' if returned is None else 'an empty sequence'} and"
-            f" made {len(recorded)} optimizer steps after a scale_loss block - return the losses, or train with amp."
+            f"train({level.opt_level!r}) showed no losses - it returned"
+            f" {'None' if returned is None else 'an empty sequence'} and made {len(run.steps)} optimizer steps after a"
+            " scale_loss block - return the losses, or train with amp."
         )
-    return losses, tuple(step.step for step in recorded if step.skipped)
+    return run
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,33 +19,29 @@ from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES as HALF_DTYPES
 from ampcompat._types import Optimizer as Optimizer
 from ampcompat._types import ParamGroup as ParamGroup
-from ampcompat.amp.casts import wrappers as _wrappers
 from ampcompat.amp.casts.contexts import CastsOff as CastsOff
-from ampcompat.amp.casts.contexts import disabled_depth as _disabled_depth
 from ampcompat.amp.casts.trees import map_tree as map_tree
 from ampcompat.amp.casts.trees import tensors_in as tensors_in
-from ampcompat.amp.half.boundary import BoundaryPolicy as _BoundaryPolicy
 from ampcompat.amp.half.forward import Args as Args
 from ampcompat.amp.half.forward import Kwargs as Kwargs
-from ampcompat.amp.half.forward import ModelPolicy as ModelPolicy
 from ampcompat.amp.half.masters import Master as Master
 from ampcompat.amp.half.masters import master_of as master_of
-from ampcompat.amp.half.record import masters_of as masters_of
 from ampcompat.amp.hints import add_hint as add_hint
 from ampcompat.amp.levels import LEVELS as LEVELS
 from ampcompat.amp.observers import notify as notify
 from ampcompat.amp.observers import observers as observers
 from ampcompat.amp.observers import observing as observing
-from ampcompat.amp.scaling import closures as _closures
 from ampcompat.amp.scaling import optimizer as _optimizer
 from ampcompat.amp.scaling.scaler import LossScaler as LossScaler
+from ampcompat.amp.scaling.steps import flags_of
 
 __all__ = ["HALF_DTYPES", "LEVELS", "Args", "CastsOff", "Kwargs", "LatestCall", "LossScaler"]
-__all__ += ["Master", "ModelPolicy", "Numbers", "Optimizer", "ParamGroup", "SkipFlag"]
-__all__ += ["add_hint", "at_reset", "boundary_of", "casts_hold_on", "first_scaler", "in_autocast_region"]
-__all__ += ["in_disable_casts", "is_replica", "latest_call", "live_models", "map_tree", "master_of"]
-__all__ += ["masters_of", "notify", "numbers_of", "observers", "observing", "policy_of"]
-__all__ += ["rank", "reason_in_frame", "reset", "say", "steps_of_call", "tensors_in"]
+__all__ += ["Master", "Numbers", "Optimizer", "ParamGroup", "SkipFlag"]
+__all__ += ["add_hint", "at_reset", "count_of_scalers"]
+__all__ += ["has_old_gradients", "overflowed_scalers"]
+__all__ += ["is_replica", "latest_call", "live_models", "map_tree", "master_of"]
+__all__ += ["notify", "numbers_of", "observers", "observing"]
+__all__ += ["rank", "reset", "say", "steps_of_call", "tensors_in"]
 __all__ += ["was_skipped", "wrap_step"]
 
 
@@ -58,13 +53,11 @@ class LatestCall(NamedTuple):
         enabled: Whether amp is on.
         opt_level: As in "O1".
         half_dtype: The half dtype; None where nothing is half.
-        policy: That of models that no other call owns.
     """
 
     enabled: bool
     opt_level: str
     half_dtype: torch.dtype | None
-    policy: ModelPolicy
 
 
 def latest_call() -> LatestCall | None:
@@ -74,7 +67,7 @@ def latest_call() -> LatestCall | None:
         return None
     policy = latest.policy
     is_half = latest.enabled and (policy.half_dtype is not None or policy.casts.enabled)
-    return LatestCall(latest.enabled, policy.opt_level, latest.half_dtype if is_half else None, policy)
+    return LatestCall(latest.enabled, policy.opt_level, latest.half_dtype if is_half else None)
 
 
 def live_models() -> list[torch.nn.Module]:
@@ -106,10 +99,21 @@ def numbers_of(scaler: LossScaler) -> Numbers:
     return _torch.HostCopy([scale, passes.to(scale.dtype)])
 
 
-def first_scaler(optimizer: Optimizer) -> LossScaler:
-    """The scaler of the first loss of the call that owns ``optimizer``."""
-    scaler: LossScaler = optimizer._amp_stash.session.scalers[0]
-    return scaler
+def overflowed_scalers(optimizer: Optimizer) -> list[LossScaler]:
+    """In ``on_step``: the scalers of the losses whose overflow skipped the step. A host sync for each flag."""
+    flags = flags_of(optimizer._amp_stash)
+    return list(dict.fromkeys(scaler for scaler, flag in flags if scaler is not None and bool(flag.item())))
+
+
+def has_old_gradients(optimizer: Optimizer) -> bool:
+    """In ``on_step``: whether an earlier overflow may have left gradients that the step looked at itself."""
+    is_suspect: bool = optimizer._amp_stash.suspect
+    return is_suspect
+
+
+def count_of_scalers(optimizer: Optimizer) -> int:
+    """How many losses, each with a scaler, the call of ``initialize`` that owns ``optimizer`` has."""
+    return len(optimizer._amp_stash.session.scalers)
 
 
 def steps_of_call(optimizer: Optimizer) -> int:
@@ -167,45 +171,6 @@ def wrap_step(optimizer: Any, before: Callable[[Optimizer], bool]) -> None:
 
 
 # -- what runs now -----------------------------------------------------------------------------------------------------
-def policy_of(module: torch.nn.Module) -> ModelPolicy | None:
-    """What decides the dtypes of ``module``'s forward, if amp does; None for a module that is kept in float32."""
-    policy: ModelPolicy | None = module.__dict__.get("_amp_policy")
-    return None if boundary_of(module) else policy
-
-
-def boundary_of(module: torch.nn.Module) -> bool:
-    """Whether ``module`` is kept in float32 inside of a model in half."""
-    return isinstance(module.__dict__.get("_amp_policy"), _BoundaryPolicy)
-
-
 def is_replica(model: torch.nn.Module) -> bool:
     """Whether ``model`` is a replica of DataParallel."""
     return hasattr(model, "_is_replica")
-
-
-def in_disable_casts() -> bool:
-    """Whether ``amp.disable_casts`` holds in this thread."""
-    return _disabled_depth() > 0
-
-
-def in_autocast_region(device_type: str) -> bool:
-    """Whether a region of ``torch.autocast`` of the script's own holds in this thread."""
-    return bool(state.casts.thread.regions.get(device_type))
-
-
-def casts_hold_on(device_type: str) -> bool:
-    """Whether an initialized model is on ``device_type``, so that functions are cast there."""
-    return device_type in state.casts.device_types
-
-
-def reason_in_frame(frame: FrameType) -> str | None:
-    """The reason for float32 that the function in ``frame`` gives, "" for none; None ends the search above it.
-
-    An op rule, a registered function, or an optimizer's step; the closure of a step is the script's code.
-    """
-    reason = _wrappers.why_float32(frame)
-    if reason:
-        return reason
-    if frame.f_code is _closures.evaluate.__code__:
-        return None
-    return "in an optimizer step" if frame.f_code.co_filename == _optimizer.__file__ else ""

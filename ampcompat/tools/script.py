@@ -16,7 +16,6 @@ from importlib.machinery import BuiltinImporter, SourceFileLoader
 from types import ModuleType, TracebackType
 
 from ampcompat._distribution import SHIM
-from ampcompat.tools import gloo
 
 #: First words of a target that are not files; the value says how many words the target must have.
 WORDS = {"-m": 2, "-c": 2, "-": 1}
@@ -33,8 +32,7 @@ def start(target: Sequence[str], force: bool = False) -> None:
 
     if install_as_apex(force=force):
         hand_alias_to_children()
-    with gloo.let_go():
-        run(target)
+    run(target)
 
 
 def why_amp_is_unused() -> str:

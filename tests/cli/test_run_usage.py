@@ -75,7 +75,6 @@ def test_the_help_of_a_command_begins_with_a_sentence(capsys, command):
         ("-m package.train", "run -m package.train"),
         ("--opt-level=O2 train.py", "run --opt-level=O2 train.py"),
         ("explain train.py --lr 1", "run --explain train.py --lr 1"),
-        ("receipt train.py", "run --report train.py"),
         ("report", "run --report"),
     ],
 )
@@ -124,7 +123,6 @@ def test_a_script_may_be_named_json(ran, monkeypatch, tmp_path):
         (["run", "--report=.", "train.py"], "--report='.' - it is a folder - name a file that can be written"),
         (["run", "--explain=jsno", "train.py"], "it takes a number of faults, first or json"),
         (["run", "--explain=json,ranges", "train.py"], "it takes a number of faults, first or json"),
-        (["run", "--receipt=r.html", "train.py"], "--receipt - there is no such option any more - use --report"),
         ([], "the following arguments are required: COMMAND"),
     ],
 )

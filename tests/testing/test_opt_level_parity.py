@@ -50,25 +50,26 @@ def failure(*args, **kwargs):
 
 
 def test_the_message_shows_the_first_diverging_step():
-    """It has the losses of the steps around it."""
+    """It has the table of the command, and the losses of the steps around it."""
     message = failure(lambda level: train(level, steps=9, spoil={("O2", 4): 1.5, ("O2", 6): 9.0}), ("O1", "O2"))
     lines = message.splitlines()
-    assert lines[0].startswith("O2 leaves O0 at step 5: loss ")
-    assert lines[1] == "tolerance: |loss - reference| <= 0 + 0.01 * |reference|"
-    assert lines[3].split() == ["step", "O0", "O1", "(rel.", "dev.)", "O2", "(rel.", "dev.)"]
-    assert [line.split()[0] for line in lines[4:]] == ["3", "4", ">", "6", "7"]
-    assert "(5.0e-01)" in lines[6]
+    assert lines[0] == "losses differ from those at O0"
+    assert lines[6].split()[0] == "O2"
+    assert lines[6].endswith("FAIL: out of tolerance from step 5")
+    assert lines[-6].split() == ["step", "O0", "O1", "(rel.", "dev.)", "O2", "(rel.", "dev.)"]
+    assert [line.split()[0] for line in lines[-5:]] == ["3", "4", ">", "6", "7"]
+    assert "(5.0e-01)" in lines[-3]
 
 
 def test_a_loss_that_is_not_finite_fails_at_any_tolerance():
-    assert "O1 leaves O0 at step 2: loss nan" in failure(
+    assert "FAIL: loss nan at step 2" in failure(
         lambda level: [1.0, float("nan") if level == "O1" else 1.0], ("O1",), rtol=1e9
     )
 
 
 def test_losses_missing_at_the_end_fail():
     message = failure(lambda level: [1.0, 2.0] if level == "O0" else [1.0], ("O1",))
-    assert message.startswith("O1 has 1 losses, O0 has 2")
+    assert "FAIL: 1 losses, where the reference has 2" in message
     assert message.splitlines()[-1].split() == [">", "2", "2", "-"]
 
 

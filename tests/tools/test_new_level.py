@@ -8,8 +8,7 @@ from ampcompat import amp
 from ampcompat.amp.levels import LEVELS, Level
 from ampcompat.testing import assert_opt_level_parity
 from ampcompat.tools.parity.levels import read_levels
-from ampcompat.tools.pictures import colour_of
-from ampcompat.tools.selftest import checks
+from ampcompat.tools.selftest.check import check
 
 ROWS = {
     "O6": Level("O6:  FP16 weights and norms, with FP32 masters.", torch.half, False, None, False, True, 128.0),
@@ -57,14 +56,7 @@ def test_the_environment_asks_for_it(level, monkeypatch, capsys):
 
 
 def test_the_self_test_checks_it(level):
-    of_level = [(name, check) for name, check, checked in checks.each_check() if checked == level]
-    assert [name for name, _ in of_level] == {
-        "O6": ["training"],
-        "O7": ["ops", "training", "resume", "overflow"],
-        "O8": ["training", "resume", "overflow"],
-    }[level]
-    for _, check in of_level:
-        assert check(torch.device("cpu"), level)
+    assert "resumed with the same bits" in check(torch.device("cpu"), level)
 
 
 def test_the_report_has_it(level):
@@ -95,7 +87,6 @@ def test_parity_runs_it(level):
             "O8": ["O0", "O8"],
         }[level]
     )
-    assert colour_of(level)
 
 
 def test_levels_are_compared_with_it(level):

@@ -66,5 +66,5 @@ assert_type(ampcompat.optimizers.FusedLAMB(net.parameters()), FusedLAMB)
 assert_type(FusedSGD(net.parameters(), lr=0.1).param_groups[0]["lr"] * 2.0, Any)
 assert_type(ampcompat.parallel.LARC(sgd), LARC)
 fused.step(lambda: torch.ones(()))
-for name, share in amp.report().facts()["memory"].items():
-    print(name, share)
+for op in amp.report().facts()["ops"]:
+    print(op["dtype"])

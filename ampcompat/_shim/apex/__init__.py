@@ -12,9 +12,7 @@ if importlib.util.find_spec("ampcompat") is None:  # a source tree that only the
     sys.path.append(str(Path(__file__).parents[3]))
 
 from ampcompat.alias import install_as_apex
-from ampcompat.tools.gloo import wait_in_destroy
 
-wait_in_destroy()
 del sys.modules["apex"]
 install_as_apex(force=True)
 importlib.import_module("apex")  # this time it is ampcompat, which takes the place of this module

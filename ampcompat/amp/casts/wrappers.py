@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from types import FrameType
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp.casts.contexts import casts_off
-from ampcompat.amp.casts.kernels import CASTABLE, make_kernel
+from ampcompat.amp.casts.kernels import CASTABLE
 from ampcompat.amp.casts.rules import Rule
 from ampcompat.amp.casts.trees import map_tree, tensors_in
 
@@ -109,28 +108,3 @@ def _is_function_of_torch(function: Any) -> bool:
 def _is_in_torch(module: object) -> bool:
     """Whether the module of this name is torch, or inside it."""
     return isinstance(module, str) and module.partition(".")[0] == "torch"
-
-
-# -- For tools -----------------------------------------------------------------------------------------------------
-def why_float32(frame: FrameType) -> str:
-    """Say why the kernel or wrapper that runs in ``frame`` does not cast to half; "" where it does, or is none of ours.
-
-    For tools that examine the stack of an op: :mod:`ampcompat.tools.report` names the reason of each float32 product.
-    A frame is all that such a tool has, so this reads what :func:`make_kernel` and :func:`make_wrapper` have made.
-    """
-    code = frame.f_code
-    values = frame.f_locals
-    files_of_ours = (make_kernel.__code__.co_filename, make_wrapper.__code__.co_filename)
-    if code.co_filename not in files_of_ours:
-        return ""
-    if code.co_name == "kernel" and isinstance(values.get("call"), torch._ops.OpOverload):
-        name = _torch.op_name(values["call"]).removeprefix("aten::")
-        takes_widest = values["choose"] is not None
-        return f"{name} takes its widest input's dtype" if takes_widest else f"{name} is on the float list"
-    if code.co_name == "wrapper":
-        name = getattr(values["function"], "__name__", "a function")
-        if values["rule"] is Rule.PROMOTE:
-            return f"{name} takes its widest input's dtype"
-        if values["rule"] is Rule.FLOAT:
-            return f"{name} is registered as a float function"
-    return ""

@@ -1,4 +1,10 @@
-"""Explain what loses steps: which module and op it was, and what to do; and sum up at the end."""
+"""Explain why steps are lost.
+
+An observer keeps the last batches and, where a loss, a gradient or a weight is not finite and that is no ordinary
+back-off of the loss scale, runs the batch again with every op looked at, and tells the first fault: a place, a number,
+a cause and a cure. A tally counts all steps, and says at the end what each lost one was lost to, or that this is not
+known.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +25,17 @@ def explain_overflows(limit: int = LIMIT, *, stop: bool = False, json: bool = Fa
 
     A loss scale that comes down, at the start and now and then, skips steps: that is no fault. Explained is what
     persists: a loss or a value of a forward that is not finite, and gradients that overflow although the scale falls.
-    When the script ends, a verdict says how many steps were lost, and to what.
+    When the script ends, a verdict says how many steps were lost, and to what. If gradients were 0 in float16 because
+    the scale was too low for them, it says since when.
 
-    While nothing overflows, references to the last batches are kept, and what each step wrote is looked at: one host
-    sync a step. After an overflow the same batch is run again (inputs, random numbers and buffers as they were) with
-    every op examined. The message names the op, the module, the source line, how many values, their magnitude against
-    65504, and what to do. The run that is observed stays bitwise what it would have been. apex had nothing like it.
+    While nothing overflows, references to the last batches are kept, the loss of each block is looked at, and what each
+    step wrote: two host syncs a step. After an overflow the same batch is run again (inputs, random numbers and buffers
+    as they were) with every op examined. The message names the op, the module, the source line, how many values, their
+    magnitude against 65504, and what to do. The run that is observed stays bitwise what it would have been. apex had
+    nothing like it.
 
-    Where nothing skips (static scales, O0), the loss and the gradients are looked at too: one host sync each. Numbers
-    of an optimizer that its half parameters' dtype does not hold (an eps of 1e-8) are named at its first step.
+    Where nothing skips (static scales, O0), the gradients are looked at too: one host sync more. Numbers of an
+    optimizer that its half parameters' dtype does not hold (an eps of 1e-8) are named at its first step.
 
     Args:
         limit: How many different faults to explain; the same fault is explained once.

@@ -34,6 +34,7 @@ class Forward:
         self.model = weakref.ref(model)
         self.args, self.kwargs = args, kwargs
         self.versions = _versions((args, kwargs))
+        self.weight_versions = _weight_versions(model)
         self.random = random_state(_cuda_devices(model))
         self.buffers = buffers.take()
         self.grads: list[torch.Tensor | None] = []
@@ -46,6 +47,12 @@ class Forward:
     def overwritten(self) -> bool:
         """Whether somebody wrote into the inputs since."""
         return _versions((self.args, self.kwargs)) != self.versions
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether something, as a step, wrote the model's weights since: its halves, or masters that it follows."""
+        model = self.model()
+        return model is None or _weight_versions(model) != self.weight_versions
 
 
 class BufferCopy(NamedTuple):
@@ -95,6 +102,11 @@ class BufferCopies:
 
 def _versions(value: object) -> list[int]:
     return [0 if t.is_inference() else t._version for t in tensors_in(value)]
+
+
+def _weight_versions(model: torch.nn.Module) -> list[int]:
+    """Numbers that change when a weight of ``model`` is written. Runs no op."""
+    return [param._version for param in model.parameters()]
 
 
 def _cuda_devices(model: torch.nn.Module) -> list[torch.device]:

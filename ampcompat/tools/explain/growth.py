@@ -97,8 +97,9 @@ class History:
         """
         if len(self.seen) < 2:
             return None
-        before = _read(self.seen[0])
-        after = _read(self.seen[-1])
+        sizes = [_read(seen) for seen in self.seen]
+        before = sizes[0]
+        after = _last_finite(sizes)
         usual = statistics.median([size for size in before.values() if size > 0] or [1.0])
         most = FAR
         found: Grown | None = None
@@ -119,6 +120,14 @@ class History:
 
 def _read(sizes: list[Sizes]) -> dict[int, float]:
     return {key: size for part in sizes for key, size in zip(part.ids, part.largest.tolist(), strict=True)}
+
+
+def _last_finite(sizes: list[dict[int, float]]) -> dict[int, float]:
+    """The last size of each weight that was finite: one that became infinite at once has not grown."""
+    found: dict[int, float] = {}
+    for seen in sizes:
+        found.update({key: size for key, size in seen.items() if math.isfinite(size)})
+    return found
 
 
 def _rate(group: ParamGroup) -> float | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ampcompat.tools.core import HALF_DTYPES, LEVELS
+from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.probe import ARGUMENT, Event, Made
 from ampcompat.tools.tensors import LARGEST, LEAST
@@ -18,6 +19,8 @@ _DIVISIONS = ("div", "div_", "reciprocal", "rsqrt", "pow", "true_divide")
 _FUNCTIONS = ("matmul", "bmm", "mm", "baddbmm", "einsum", "exp", "pow", "sum", "mean", "norm", "cumsum", "square")
 _MASKS = ("mul", "mul_", "add", "sub", "rsub", "masked_fill", "masked_fill_", "full", "fill_", "where", "_to_copy")
 _MULTIPLICATIONS = ("mul", "mul_", "div", "div_", "add", "add_", "addmm", "baddbmm")
+#: Nodes of functions whose gradient is infinite at the ends of their range.
+_ENDS = ("Acos", "Asin", "Atanh", "Acosh")
 #: Hints at what came into a forward, or an op, from outside.
 _OF_GIVEN = {
     "input": "look at the data loader, or at what else computes it; skip or clean such batches",
@@ -38,7 +41,7 @@ class Setting:
         casts_weights: Whether weights are half.
         scale: The loss scale of the backward pass.
         dynamic: Whether an overflow brings it down.
-        made: Whether steps were made, all of which left finite weights.
+        origin: Where a parameter that is not finite may come from, in words.
         growth: The weight that the last steps made many times larger, if any.
     """
 
@@ -47,7 +50,7 @@ class Setting:
     casts_weights: bool
     scale: float
     dynamic: bool = True
-    made: bool = False
+    origin: str = ""
     growth: Grown | None = None
 
 
@@ -56,7 +59,7 @@ def hints(event: Event, setting: Setting) -> list[str]:
     if event.op in _OF_GIVEN:
         return [_OF_GIVEN[event.op]]
     if event.op == "parameter":
-        return [_of_parameter(setting)]
+        return _of_parameter(event, setting)
     cures = _cures(event, setting)
     if setting.growth is None:
         return cures
@@ -68,10 +71,14 @@ def has_stable_form(event: Event) -> bool:
     return event.is_undefined and _stable_form(event) is not None
 
 
-def _of_parameter(setting: Setting) -> str:
-    if setting.made:
-        return "no step is known to have written it: look at what else writes weights, such as load_state_dict"
-    return "no step was made yet: look at how the model is initialized, or at the checkpoint it came from"
+def _of_parameter(event: Event, setting: Setting) -> list[str]:
+    if event.value is None or not event.out_of_range:
+        return [setting.origin]
+    larger = (
+        f"its float32 master is finite and reaches {event.value:.6g}: the cast to {dtype_name(event.dtype)} lost it"
+    )
+    module = event.place.module.rpartition(".")[0] if event.place.module else ""
+    return [larger, *(_keep_fp32(module) if module else []), BFLOAT16]
 
 
 def _cures(event: Event, setting: Setting) -> list[str]:
@@ -156,7 +163,11 @@ def _op_in_float32(event: Event, setting: Setting) -> list[str]:
     if is_cast_function:
         return [f"amp.register_float_function(torch, '{function}') before amp.initialize"]
     if _is_of_script(event) and setting.half:
-        return [f"compute it in float32: .float() on what goes into {function or event.op}"]
+        wide = f"compute it in float32: .float() on what goes into {function or event.op}"
+        if setting.casts_weights:  # a layer with half weights takes half alone
+            short = ".half()" if setting.half == "float16" else ".bfloat16()"
+            wide += f", and {short} on what comes of it, once that is small again, before a layer takes it"
+        return [wide]
     return []
 
 
@@ -165,7 +176,11 @@ def _module_in_float32(event: Event, setting: Setting) -> list[str]:
     if module and setting.casts_weights and not event.backward:
         # At the boundary the result becomes half again: what consumes it must be inside.
         module = module.rpartition(".")[0]
-    return [f"amp.initialize(..., keep_fp32=['{module}'])   or   AMPCOMPAT_KEEP_FP32={module}"] if module else []
+    return _keep_fp32(module) if module else []
+
+
+def _keep_fp32(module: str) -> list[str]:
+    return [f"amp.initialize(..., keep_fp32=['{module}'])   or   AMPCOMPAT_KEEP_FP32={module}"]
 
 
 def _is_of_script(event: Event) -> bool:
@@ -222,12 +237,15 @@ def _undefined_cure(event: Event) -> str:
     node = event.node
     if event.backward and (node.startswith(("Sqrt", "LinalgVectorNorm", "Norm", "Pow")) or "norm" in function):
         return f"the gradient of {function or 'this'} at 0 is not finite: add an eps inside, as in (x + 1e-6).sqrt()"
+    if event.backward and node.startswith(_ENDS):
+        return f"the gradient of {function} at the end of its range is not finite: clamp its input a little inside"
     if _is_logarithm(event):
         wide = ".float()" if event.dtype in HALF_DTYPES else ""
         of_zero = f"F.log_softmax(x) if it is of a softmax, or log(x{wide}.clamp_min(1e-6))"
         return _stable_form(event) or f"the logarithm of 0 (or of less): {of_zero}"
     if event.op in _DIVISIONS:
-        count = f" ({event.denominators} zeros)" if event.denominators else ""
+        zeros = event.denominators
+        count = f" ({zeros} zero{'s' if zeros > 1 else ''})" if zeros else ""
         return f"a division by zero{count}: add an eps to the denominator, or F.normalize(x, eps=1e-6)"
     if event.op in ("sqrt", "rsqrt"):
         return "the root of a negative number: clamp it at 0 before"

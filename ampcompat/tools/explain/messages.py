@@ -19,7 +19,6 @@ class Message:
         lines: Labels and texts of the lines below.
         content: What the line of JSON has besides kind, rank and head.
         all_ranks: Whether ranks other than 0 write it.
-        cause: What the verdict calls what it explains; "" where it explains nothing.
     """
 
     kind: str
@@ -27,7 +26,6 @@ class Message:
     lines: list[tuple[str, str]] = field(default_factory=list)
     content: Mapping[str, object] = field(default_factory=dict)
     all_ranks: bool = False
-    cause: str = ""
 
     def text(self) -> str:
         """What people read."""
@@ -42,8 +40,3 @@ class Message:
     def emit(self, as_json: bool) -> None:
         """Write it to standard error, on rank 0 and where it is for all ranks."""
         say(self.line() if as_json else self.text(), error=True, all_ranks=self.all_ranks)
-
-
-def hint_lines(hints: list[str]) -> list[tuple[str, str]]:
-    """The hints, labelled, the likeliest first."""
-    return [("or" if index else "hint", hint) for index, hint in enumerate(hints)]

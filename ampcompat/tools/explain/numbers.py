@@ -9,7 +9,7 @@ import torch
 
 from ampcompat.tools.core import HALF_DTYPES, LEVELS, Optimizer, ParamGroup
 from ampcompat.tools.dtypes import dtype_name
-from ampcompat.tools.explain.messages import Message, hint_lines
+from ampcompat.tools.explain.fault import Fault
 
 #: Read by schedulers, or compared in Python: no tensor meets them.
 _NEVER_IN_HALF = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
@@ -54,6 +54,19 @@ class Number:
         else:
             effect = "what it multiplies is inf"
         return effect
+
+    @property
+    def fault(self) -> Fault:
+        """What is told of it at the first step."""
+        return Fault(
+            what=f"{self.text}, the dtype of {self.count} of its parameters: {self.effect}",
+            where=f"group {self.group} of {self.optimizer}",
+            cause=self.text,
+            key=self.text,
+            number=self.value,
+            hints=self.hints,
+            facts={"optimizer": self.optimizer, "group": self.group, "name": self.name, "dtype": self.dtype},
+        )
 
     @property
     def hints(self) -> list[str]:
@@ -115,21 +128,3 @@ def optimizer_name(optimizer: object) -> str:
 def _below_one(dtype: str) -> float:
     """The largest number below 1."""
     return 1 - torch.finfo(getattr(torch, dtype)).eps / 2
-
-
-def numbers_message(found: list[Number]) -> Message:
-    """One message for all of them."""
-    optimizer = found[0].optimizer
-    lines = []
-    for one in found:
-        parameters = f"the dtype of {one.count} of its parameters"
-        lines.append((f"group {one.group}", f"{one.text}, {parameters}: {one.effect}"))
-    hints = [*dict.fromkeys(hint for one in found for hint in one.hints if hint != MASTERS), MASTERS]
-    keys = ("group", "name", "value", "becomes", "dtype")
-    rows = [{key: getattr(one, key) for key in keys} for one in found]
-    return Message(
-        kind="numbers",
-        head=f"{optimizer} has numbers that the dtype of its parameters does not hold.",
-        lines=[*lines, *hint_lines(hints)],
-        content={"optimizer": optimizer, "numbers": rows, "hints": hints},
-    )

@@ -1,10 +1,11 @@
-"""The observer that explains overflows: keeps the last forwards, and runs them again when a step was lost."""
+"""The observer that explains lost steps: keeps the last forwards, and runs them again when a step was lost."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,23 +14,27 @@ from ampcompat.tools.core import (
     Kwargs,
     LossScaler,
     Optimizer,
-    first_scaler,
+    count_of_scalers,
+    has_old_gradients,
     is_replica,
+    live_models,
     observers,
+    overflowed_scalers,
     tensors_in,
     was_skipped,
 )
-from ampcompat.tools.explain.fault import fault_message, is_too_large_unscaled, outside_message, place_of
+from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.forwards import BufferCopies, Forward
 from ampcompat.tools.explain.growth import Grown
-from ampcompat.tools.explain.hints import has_stable_form
 from ampcompat.tools.explain.loss_watch import LossWatch
 from ampcompat.tools.explain.messages import Message
-from ampcompat.tools.explain.numbers import optimizer_name
-from ampcompat.tools.explain.probe import ARGUMENT, GIVEN, Event
+from ampcompat.tools.explain.numbers import not_representable, optimizer_name
+from ampcompat.tools.explain.ops import is_too_large_unscaled, op_fault
+from ampcompat.tools.explain.probe import Event
 from ampcompat.tools.explain.replay import Finding, replay, runs_alone
-from ampcompat.tools.explain.tally import Tally
-from ampcompat.tools.explain.weight_watch import WeightWatch
+from ampcompat.tools.explain.tally import AFTER_MODELS, UNKNOWN, Tally
+from ampcompat.tools.explain.unknown import unknown_message
+from ampcompat.tools.explain.weights import Steps
 from ampcompat.tools.frames import hide_tools
 from ampcompat.tools.tensors import is_finite
 
@@ -37,12 +42,32 @@ from ampcompat.tools.tensors import is_finite
 MOST_FORWARDS, OLDEST = 16, 3
 #: Lost steps that are looked at; a run that loses more knows enough.
 MOST_LOST = 100
-#: The cause of a step that the code between the models and ``scale_loss`` lost.
-OUTSIDE = "the code between the model and scale_loss"
+
+
+@dataclass(frozen=True)
+class LostStep:
+    """A step that is lost, or is going to be.
+
+    Attributes:
+        head: What was seen, as in "The loss of step 3 is nan.".
+        number: Its number.
+        optimizers: Whose step it is.
+        scaler: Of the loss whose block was lost.
+        is_fault: Whether it is known to be no ordinary back-off of the loss scale.
+    """
+
+    head: str
+    number: int
+    optimizers: Sequence[Optimizer]
+    scaler: LossScaler
+    is_fault: bool = True
 
 
 class OverflowExplainer:
-    """Observer (see :mod:`ampcompat.amp.observers`) that explains overflows.
+    """Observer (see :mod:`ampcompat.amp.observers`) that explains lost steps.
+
+    A loss that is not finite is looked into before the step that it may spoil, a skipped step and what a step has
+    written right after it.
 
     Args:
         limit: Different faults that are explained; after these the run is no longer observed.
@@ -56,19 +81,27 @@ class OverflowExplainer:
         self.tally = tally
         self.left = limit
         self.left_to_look_at = MOST_LOST
-        self.weights: weakref.WeakKeyDictionary[Optimizer, WeightWatch] = weakref.WeakKeyDictionary()
+        self.steps: weakref.WeakKeyDictionary[Optimizer, Steps] = weakref.WeakKeyDictionary()
         self.forwards: deque[Forward] = deque(maxlen=MOST_FORWARDS)
         self.buffers: weakref.WeakKeyDictionary[torch.nn.Module, BufferCopies] = weakref.WeakKeyDictionary()
         self.running: list[Forward | None] = []  # forwards that have begun; None for those inside of another
         self.block: tuple[int, ...] = ()
         self.scaler: LossScaler | None = None
-        self.explained: set[tuple[object, ...]] = set()
-        self.lost_by = ""  # the step that has written weights that are not finite
-        self.last_cause = ""
-        self.too_large = ""  # the cause that was told of gradients too large at any loss scale: weights then grow too
+        self.lost_by: object = None  # the key of the fault that has left weights that are not finite
+        self.too_large: Fault | None = None  # gradients too large at any loss scale, once told: weights then grow too
         self.loss_watch = LossWatch()
+        self.has_seen_initialize = False
+        self.lost_before: set[tuple[str, str]] = set()  # models and weights that were not finite at initialize
 
     # -- events ------------------------------------------------------------------------------------------------------
+    def on_initialize(self) -> None:
+        """Note the weights that are not finite before any step."""
+        self.has_seen_initialize = True
+        for model in live_models():
+            for name, param in model.named_parameters():
+                if not is_finite(param):
+                    self.lost_before.add((type(model).__name__, name))
+
     def on_forward(self, model: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Keep references to what the outermost forward gets."""
         self.loss_watch.stop()
@@ -101,23 +134,25 @@ class OverflowExplainer:
         return note
 
     def on_scale_loss(self, loss: torch.Tensor, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
-        """Keep the loss; a static scale never skips, so look at it there: one host sync.
+        """Look at the loss, while the weights are those that made it: one host sync.
 
-        Another at the first block of an optimizer, and where something other than a step has written its weights: the
-        next step is to answer for its own writing alone.
+        Another at the first block of an optimizer, and where something other than a step has written its weights.
         """
         self.running.clear()
         self.block = tuple(id(one) for one in optimizers)
         self.scaler = scaler
-        for one in optimizers:
-            self._watch(one).begin_block(one, loss)
         event = self.loss_watch.look_at(loss)
+        is_lost = event is not None or not is_finite(loss)
+        for one in optimizers:
+            self._steps_of(one).begin_block(one, scaler)
+        if not is_lost or self._is_lost(optimizers):
+            return
+        number, name = self._next_step(optimizers)
+        lost = LostStep(f"The loss of {name} is {_number_in(loss)}.", number, optimizers, scaler)
         if event is not None:
-            self._lose_outside(event, scaler, optimizers, f"the loss is {_number_in(loss)}")
-        elif not scaler.dynamic and not is_finite(loss):
-            forwards = [forward for forward in self.forwards if not forward.owners]
-            head = f"The loss of {self._next_step(optimizers)} is {_number_in(loss)}."
-            self._lose(optimizers, forwards, scaler, head, self._number(optimizers), backward=False)
+            self._lose_to_loss_code(lost, event)
+        else:
+            self._look_into(lost, self._of_loss(optimizers), backward=False)
 
     def on_gradients(self, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
         """Look at the gradients too at static scales: one host sync a block."""
@@ -125,11 +160,13 @@ class OverflowExplainer:
         event = self.loss_watch.look_at_gradients(self.forwards)
         if self._is_lost(optimizers):
             return  # for its loss
+        number, name = self._next_step(optimizers)
+        lost = LostStep(f"A gradient of {name} is not finite.", number, optimizers, scaler)
         if event is not None:
-            self._lose_outside(event, scaler, optimizers, "a gradient is not finite")
+            if not event.depends_on_scale or self._persists(scaler, optimizers):
+                self._lose_to_loss_code(lost, event)
         elif not scaler.dynamic and not _finite_gradients(optimizers):
-            head = f"A gradient of {self._next_step(optimizers)} is not finite."
-            self._lose(optimizers, self._of(optimizers[0]), scaler, head, self._number(optimizers))
+            self._look_into(lost, self._of(optimizers[0]))
 
     def on_failure(self, error: Exception) -> None:
         """Leave no frame of the probe in the traceback, and no probe in the run."""
@@ -137,77 +174,115 @@ class OverflowExplainer:
         self.loss_watch.stop()
         hide_tools(error.__traceback__)
 
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Look at weights that the script has written since the block: the step is not to answer for them."""
+        self._steps_of(optimizer).look_at_written(optimizer)
+
     def on_step(self, optimizer: Optimizer, skipped: bool | None) -> None:
         """Explain a skipped step, or one that left a weight not finite; forget the forwards of any other.
 
         One host sync, and another where only the device knows whether it skipped.
         """
-        watch = self._watch(optimizer)
-        watch.seen += 1
-        was_lost = watch.is_lost
-        if was_skipped(optimizer, skipped):
-            watch.back_off.add(True)
-            self.tally.scale = float(first_scaler(optimizer).loss_scale())
-            if not was_lost:
-                self._explain_skip(optimizer, watch)
+        steps = self._steps_of(optimizer)
+        is_skipped = was_skipped(optimizer, skipped)
+        steps.end(is_skipped)
+        if is_skipped:
+            self._look_at_skipped_step(optimizer, steps)
         else:
-            watch.back_off.add(False)
-            self.tally.not_finite += was_lost
-            self._look_at_made_step(optimizer, watch)
-        watch.end_step()
+            self._look_at_made_step(optimizer, steps)
+        if steps.lost_to is not None:
+            self.tally.lose(steps.lost_to)
+            self.tally.not_finite += not is_skipped
+        steps.lost_to = None
         self._forget(optimizer)
 
-    def _look_at_made_step(self, optimizer: Optimizer, watch: WeightWatch) -> None:
-        """Tell of a loss that is not finite, and of such weights that the step has written."""
-        messages = watch.after(optimizer)
-        watch.made = watch.seen
-        if not watch.has_finite_loss and not watch.is_lost:
-            lost = next(loss for loss in watch.losses if not is_finite(loss))
-            name = self._name_of_step(watch.seen, optimizer).capitalize()
-            head = f"{name} was made, with finite gradients, although its loss is {_number_in(lost)}."
-            self.tally.not_finite += 1
-            self._lose([optimizer], self._of(optimizer), first_scaler(optimizer), head, watch.seen, backward=False)
-        for message in messages:
-            if message.kind != "weights":
-                self._emit(message)
-                continue
-            is_of_growth = message.content["growth"] is not None
-            cause = self.too_large if self.too_large and is_of_growth else message.cause
-            self.lost_by = cause
-            self.tally.not_finite += not watch.is_lost
-            self.tally.lose(cause)
-            if cause not in self.tally.explained:  # the growth of a weight, or what it follows, may have been told
-                self.tally.explain(cause)
-                self._emit(message)
-                self._count()
-        if watch.is_lost and not watch.watched and not self.lost_by:
-            self.lost_by = self.last_cause
+    # -- a step ------------------------------------------------------------------------------------------------------
+    def _look_at_skipped_step(self, optimizer: Optimizer, steps: Steps) -> None:
+        """Explain a skipped step, unless that is an ordinary back-off of the scale."""
+        overflowed = overflowed_scalers(optimizer)
+        scaler = min(overflowed, key=_scale_of, default=steps.scaler)
+        if scaler is None:
+            return  # no block was seen
+        name = f"of loss {scaler.loss_id} " if count_of_scalers(optimizer) > 1 else ""
+        scale = _scale_of(scaler)
+        if overflowed:
+            self.tally.scale = f"{name}came down to {scale:g}"
+        if steps.lost_to is not None:
+            return  # for its loss
+        step = self._name_of_step(steps.seen, optimizer)
+        if not overflowed and has_old_gradients(optimizer):
+            self._tell_of_old_gradients(optimizer, steps, step)
+            return
+        persists = steps.back_off.is_fault(scale)
+        if persists:
+            why = f", as {steps.back_off}: gradients overflow although the scale {name}is {scale:g}."
+        else:
+            why = ": a gradient is not finite."
+        lost = LostStep(f"S{step[1:]} was skipped{why}", steps.seen, [optimizer], scaler, persists)
+        self._look_into(lost, self._of(optimizer))
+
+    def _look_at_made_step(self, optimizer: Optimizer, steps: Steps) -> None:
+        """Tell of weights that are not finite and that the step has written, and at the first step of its numbers."""
+        is_first = steps.made == 0
+        written, self.tally.underflow = steps.after(optimizer)
+        if is_first:
+            for number in not_representable(optimizer):
+                if written is None or number not in written.numbers:
+                    head = f"{number.optimizer} has a number that the dtype of its parameters does not hold."
+                    number.fault.message(head, steps.seen).emit(self.json)
+        if written is not None:
+            growth = None if written.at_any_rate else steps.history.growth(optimizer)
+            fault = self._after_too_large(written.fault(steps.seen, growth))
+            steps.lost_to = self.lost_by = fault.key
+            self._tell(fault, f"Step {steps.seen} of {written.head}", steps.seen)
+        if not steps.is_watched and self.lost_by is None:
+            self.lost_by = steps.lost_to
+
+    def _tell_of_old_gradients(self, optimizer: Optimizer, steps: Steps, step: str) -> None:
+        fault = Fault(
+            what="gradients of an earlier overflow were not cleared",
+            where=f"the parameters of {optimizer_name(optimizer)}",
+            cause="gradients of an earlier overflow that were not cleared",
+            key="old gradients",
+            hints=["call optimizer.zero_grad() after a skipped step too, before the next block"],
+        )
+        steps.lost_to = fault.key
+        self._tell(fault, f"S{step[1:]} was skipped, though its own gradients did not overflow.", steps.seen)
 
     # -- the optimizers of a block -----------------------------------------------------------------------------------
-    def _watch(self, optimizer: Optimizer) -> WeightWatch:
-        if optimizer not in self.weights:
-            self.weights[optimizer] = WeightWatch(optimizer)
-        return self.weights[optimizer]
+    def _steps_of(self, optimizer: Optimizer) -> Steps:
+        if optimizer not in self.steps:
+            self.steps[optimizer] = Steps(optimizer)
+        return self.steps[optimizer]
 
     def _is_lost(self, optimizers: Sequence[Optimizer]) -> bool:
-        return any(self._watch(one).is_lost for one in optimizers)
+        return any(self._steps_of(one).lost_to is not None for one in optimizers)
 
-    def _number(self, optimizers: Sequence[Optimizer]) -> int:
-        """The number of the step to come."""
-        return max([self._watch(one).seen for one in optimizers], default=0) + 1
+    def _persists(self, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> bool:
+        """Whether an overflow of a gradient is no ordinary back-off of the scale."""
+        scale = _scale_of(scaler)
+        return not scaler.dynamic or any(self._steps_of(one).back_off.is_fault(scale) for one in optimizers)
 
-    def _next_step(self, optimizers: Sequence[Optimizer]) -> str:
-        return self._name_of_step(self._number(optimizers), optimizers[0] if optimizers else None)
+    def _next_step(self, optimizers: Sequence[Optimizer]) -> tuple[int, str]:
+        """The number of the step to come, and its name."""
+        number = max([self._steps_of(one).seen for one in optimizers], default=0) + 1
+        return number, self._name_of_step(number, optimizers[0] if optimizers else None)
 
     def _name_of_step(self, number: int, optimizer: Optimizer | None) -> str:
         """As in "step 31"; with the optimizer, where there are several."""
-        if len(self.weights) < 2 or optimizer is None:
+        if len(self.steps) < 2 or optimizer is None:
             return f"step {number}"
-        return f"step {number} of optimizer {list(self.weights).index(optimizer)} ({optimizer_name(optimizer)})"
+        return f"step {number} of optimizer {list(self.steps).index(optimizer)} ({optimizer_name(optimizer)})"
 
     # -- what is kept ------------------------------------------------------------------------------------------------
     def _of(self, optimizer: Optimizer) -> list[Forward]:
         return [forward for forward in self.forwards if id(optimizer) in forward.owners]
+
+    def _of_loss(self, optimizers: Sequence[Optimizer]) -> list[Forward]:
+        """The forwards that may have made a loss: first those that no backward pass has followed yet."""
+        new = [forward for forward in self.forwards if not forward.owners]
+        ids = {id(one) for one in optimizers}
+        return [*new, *(forward for forward in self.forwards if forward.owners & ids)]
 
     def _forget(self, optimizer: Optimizer) -> None:
         kept = []
@@ -219,137 +294,114 @@ class OverflowExplainer:
                 kept.append(forward)
         self.forwards = deque(kept, MOST_FORWARDS)
 
-    # -- explaining --------------------------------------------------------------------------------------------------
-    def _explain_skip(self, optimizer: Optimizer, watch: WeightWatch) -> None:
-        """Explain a skipped step that is no ordinary back-off of the scale."""
-        scaler = first_scaler(optimizer)
-        name = self._name_of_step(watch.seen, optimizer).capitalize()
-        lost = next((loss for loss in watch.losses if not is_finite(loss)), None)
-        persists = watch.back_off.is_fault(self.tally.scale)
-        if lost is not None:
-            head = f"{name} was skipped: the loss is {_number_in(lost)}."
-        elif persists:
-            scale = self.tally.scale
-            head = f"{name} was skipped, as {watch.back_off}: gradients overflow although the scale is {scale:g}."
-        else:
-            head = f"{name} was skipped: a gradient is not finite."
-        is_fault = lost is not None or persists
-        self._lose([optimizer], self._of(optimizer), scaler, head, watch.seen, is_fault=is_fault)
-
-    def _lose(
-        self,
-        optimizers: Sequence[Optimizer],
-        forwards: list[Forward],
-        scaler: LossScaler,
-        head: str,
-        step: int,
-        *,
-        backward: bool = True,
-        is_fault: bool = True,
-    ) -> None:
-        """Run ``forwards`` again and tell what lost the step of ``optimizers``; hold it back if it may be ordinary."""
-        for one in optimizers:
-            self._watch(one).is_lost = True
+    # -- looking into a lost step ------------------------------------------------------------------------------------
+    def _look_into(self, lost: LostStep, forwards: list[Forward], *, backward: bool = True) -> None:
+        """Run ``forwards`` again and tell what lost the step; hold it back if it may be ordinary."""
         findings = []
         for forward, model in _repeatable(forwards):
             try:
                 finding = replay(forward, model, backward)
             except Exception as problem:  # the run that is observed must go on whatever happens here
-                self._tell_of_failure(problem, is_fault)
+                told = f"the batch could not be run again: {type(problem).__name__}: {problem}"
+                self._tell_of_unknown(lost, Message("note", told), UNKNOWN, counts=True)
                 return
             findings.append(finding)
             if finding.event is not None:
-                self._tell(finding, finding.event, forward.scaler or scaler, head, step, is_fault)
+                self._lose_to(replace(lost, scaler=forward.scaler or lost.scaler), finding.event, finding)
                 return
-        self._tell_of_outside(head, findings, step, is_fault)
-
-    def _tell(
-        self, finding: Finding, event: Event, scaler: LossScaler, head: str, step: int, is_fault: bool = True
-    ) -> None:
-        """Tell of ``event``, unless it was told already, or may be gone at a lower scale."""
-        if event.op == "parameter" and self.lost_by:
-            self.tally.lose(self.lost_by)  # that step was told, or the fault that came before it
-            return
-        was_given = event.op in (*GIVEN, ARGUMENT)
-        growth = None if was_given else self._growth()
-        blamed = None if has_stable_form(event) else growth
-        if blamed is None:
-            cause = place_of(finding, event)
-        else:
-            cause = self.too_large or blamed.cause
-        self.last_cause = cause
-        self.tally.lose(cause)
-        if event.key in self.explained or cause in self.tally.explained:
-            self._look_at_one_less()
-            return
-        made = any(one.made for one in self.weights.values())
-        message = fault_message(finding, event, scaler, head, step, made, growth)
-        message.cause = cause
-        if event.depends_on_scale and not is_fault:
-            self.tally.hold(message)
-            self._look_at_one_less()
-            return
-        self.explained.add(event.key)
-        if event.op == "parameter":
-            self.lost_by = cause
-        if blamed is None and is_too_large_unscaled(event, scaler):
-            self.too_large = cause
-        self.tally.explain(cause)
-        self._emit(message)
-        self._count()
-
-    def _tell_of_failure(self, problem: Exception, is_fault: bool) -> None:
-        """Tell that a batch could not be run again, unless the scale may just be on its way down."""
-        if not is_fault:
-            self._look_at_one_less()
-            return
-        self.tally.not_found += 1
-        told = f"the batch could not be run again: {type(problem).__name__}: {problem}"
-        self._emit(Message("note", told))
-        self._count()
-
-    def _tell_of_outside(self, head: str, findings: list[Finding], step: int, is_fault: bool) -> None:
-        """Tell that no model lost the step, and watch the code outside of them from now on."""
-        self.last_cause = OUTSIDE
-        self.tally.lose(OUTSIDE)
-        message = outside_message(head, findings, step, is_fault)
-        entered = any(finding.entered for finding in findings)
-        if is_fault or entered:
+        is_after_models = any(finding.entered for finding in findings) or (bool(findings) and not backward)
+        if lost.is_fault or is_after_models:
             self.loss_watch.arm()
-        if not is_fault:
-            message.cause = OUTSIDE
-            self.tally.hold(message)
-            self._look_at_one_less()
-            return
-        self.tally.not_found += 1
-        if (OUTSIDE,) in self.explained:
-            self._look_at_one_less()
-            return
-        self.explained.add((OUTSIDE,))
-        self._emit(message)
-        if not findings and self.stop:
-            self._count()  # nothing further can be learned
-
-    def _lose_outside(self, event: Event, scaler: LossScaler, optimizers: Sequence[Optimizer], what: str) -> None:
-        """Tell what the code between a model and ``scale_loss`` did, as the watch there has seen it."""
-        persists = not scaler.dynamic or any(
-            self._watch(one).back_off.is_fault(float(scaler.loss_scale())) for one in optimizers
+        message = unknown_message(
+            lost.head, findings, lost.number, lost.scaler, backward=backward, is_watched=lost.is_fault
         )
-        if event.depends_on_scale and not persists:
-            return  # the skipped step notes it
-        for one in optimizers:
-            self._watch(one).is_lost = True
-        self.tally.rename(OUTSIDE, place_of(Finding(event, ""), event))
-        head = f"{self._next_step(optimizers).capitalize()}: {what}."
-        self._tell(Finding(event, ""), event, scaler, head, self._number(optimizers))
+        key = AFTER_MODELS if is_after_models else UNKNOWN
+        self._tell_of_unknown(lost, message, key, counts=not findings and self.stop)
+
+    def _lose_to(self, lost: LostStep, event: Event, finding: Finding) -> None:
+        """Note that the step is lost to ``event``, and tell it."""
+        if event.op == "parameter" and self.lost_by is not None:
+            self._note_lost(lost, self.lost_by)  # that step was told, or the fault that came before it
+            self._look_at_one_less()
+            return
+        origin = self._origin(event, finding)
+        fault = self._after_too_large(op_fault(event, finding, lost.scaler, origin, self._growth()))
+        self._note_lost(lost, fault.key)
+        if event.depends_on_scale and not lost.is_fault and not self.tally.is_explained(fault.key):
+            self.tally.hold(fault.message(lost.head, lost.number), fault.key, fault.cause)
+            self._look_at_one_less()
+            return
+        if event.op == "parameter":
+            self.lost_by = fault.key
+        if fault.growth is None and is_too_large_unscaled(event, lost.scaler):
+            self.too_large = fault
+        self._tell(fault, lost.head, lost.number)
+
+    def _lose_to_loss_code(self, lost: LostStep, event: Event) -> None:
+        """Tell what the code between a model and ``scale_loss`` did, as the watch there has seen it."""
+        self._lose_to(lost, event, Finding(event, ""))
+        if lost.optimizers:
+            self.tally.rename(AFTER_MODELS, self._steps_of(lost.optimizers[0]).lost_to)
+
+    def _note_lost(self, lost: LostStep, key: object) -> None:
+        for one in lost.optimizers:
+            self._steps_of(one).lost_to = key
+
+    def _origin(self, event: Event, finding: Finding) -> str:
+        """Where a parameter that is not finite may come from."""
+        if (finding.model, event.place.module) in self.lost_before:
+            return (
+                "it was not finite before amp.initialize already: look at how the model is made, or at the checkpoint"
+                " it came from"
+            )
+        if any(one.made for one in self.steps.values()):
+            return "no step is known to have written it: look at what else writes weights, such as load_state_dict"
+        if self.has_seen_initialize:
+            return "it was finite at amp.initialize, and no step was made yet: look at what loads or writes it"
+        return "no step was made yet: look at how the model is initialized, or at the checkpoint it came from"
 
     def _growth(self) -> Grown | None:
         """The weight that the last steps of an optimizer made many times larger, if any."""
-        found = [weights.history.growth(optimizer) for optimizer, weights in self.weights.items()]
+        found = [steps.history.growth(optimizer) for optimizer, steps in self.steps.items()]
         return max((one for one in found if one is not None), key=lambda one: one.times, default=None)
 
-    def _emit(self, message: Message) -> None:
-        message.emit(self.json)
+    def _after_too_large(self, fault: Fault) -> Fault:
+        """``fault``; where a weight grew after gradients were told to be too large at any scale, as that fault."""
+        is_of_growth = fault.growth is not None and fault.cause == fault.growth.cause
+        if is_of_growth and self.too_large is not None:
+            fault.key, fault.cause = self.too_large.key, self.too_large.cause
+        return fault
+
+    # -- telling -----------------------------------------------------------------------------------------------------
+    def _tell(self, fault: Fault, head: str, step: int) -> None:
+        """Tell of ``fault``, unless it was told already."""
+        if self.tally.is_explained(fault.key):
+            self._look_at_one_less()
+            return
+        self.tally.explain(fault.key, fault.cause)
+        fault.message(head, step).emit(self.json)
+        self._count()
+
+    def _tell_of_unknown(self, lost: LostStep, message: Message, key: str, counts: bool) -> None:
+        """Tell that the cause was not found, once; or what was held back, if it is known to be no back-off now."""
+        self._note_lost(lost, key)
+        if not lost.is_fault:
+            if self.tally.held is None:
+                self.tally.hold(message, key, "")
+            self._look_at_one_less()
+            return
+        held = self.tally.release() if self.tally.has_held_cause else None
+        if held is not None:
+            held.emit(self.json)
+            self._count()
+            return
+        if self.tally.has_told_unknown:
+            self._look_at_one_less()
+        else:
+            self.tally.has_told_unknown = True
+            message.emit(self.json)
+        if counts:
+            self._count()
 
     # -- the end -----------------------------------------------------------------------------------------------------
     def _count(self) -> None:
@@ -360,10 +412,10 @@ class OverflowExplainer:
         self._observe_no_more()
         if not self.stop:
             hint = "that was the last explanation; --explain=N, or amp.explain_overflows(limit=N), sets how many."
-            self._emit(Message("note", hint))
+            Message("note", hint).emit(self.json)
             return
         given = f"{self.limit} explanation{'s' if self.limit > 1 else ''}"
-        self._emit(Message("end", f"the script ends here, after {given}, as asked."))
+        Message("end", f"the script ends here, after {given}, as asked.").emit(self.json)
         raise SystemExit(1)
 
     def _look_at_one_less(self) -> None:
@@ -371,7 +423,8 @@ class OverflowExplainer:
         self.left_to_look_at -= 1
         if self.left_to_look_at == 0:
             self._observe_no_more()
-            self._emit(Message("note", f"{MOST_LOST} lost steps were looked at; from here on they are only counted."))
+            told = f"{MOST_LOST} lost steps were looked at; from here on they are only counted."
+            Message("note", told).emit(self.json)
 
     def _observe_no_more(self) -> None:
         self.forwards.clear()
@@ -383,6 +436,11 @@ def _number_in(loss: torch.Tensor) -> str:
     """The loss as a number; of a loss with several elements, the first that is not finite."""
     flat = loss.detach().reshape(-1)
     return f"{float(flat[~torch.isfinite(flat)][0]):g}"
+
+
+def _scale_of(scaler: LossScaler) -> float:
+    """A host sync where the scale is on a device."""
+    return float(scaler.loss_scale())
 
 
 def _finite_gradients(optimizers: Sequence[Optimizer]) -> bool:

@@ -9,11 +9,12 @@ from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from ampcompat import _torch
 from ampcompat.tools.frames import ScriptLine, script_line
-from ampcompat.tools.recording.modules import RunningModules
 
 _KEY = "ampcompat place"
 
@@ -39,6 +40,46 @@ class Place(NamedTuple):
 NOWHERE = Place(None, "", "", None)
 
 
+class RunningModules:
+    """The modules whose forwards run now.
+
+    Args:
+        names: Qualified names of modules by id.
+
+    Attributes:
+        stack: Qualified name and class name of each, outermost first.
+    """
+
+    def __init__(self, names: dict[int, str]) -> None:
+        self._names = names
+        self._handles: list[RemovableHandle] = []
+        self.stack: list[tuple[str, str]] = []
+
+    @property
+    def innermost(self) -> tuple[str, str] | None:
+        """The module that runs, None outside of any."""
+        return self.stack[-1] if self.stack else None
+
+    def start(self) -> None:
+        """Follow the forwards that begin from here on, those of every module."""
+        self._handles = [
+            hooks.register_module_forward_pre_hook(self._enter),
+            hooks.register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def stop(self) -> None:
+        """Follow no more."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, module: torch.nn.Module, args: object) -> None:
+        self.stack.append((self._names.get(id(module), ""), type(module).__name__))
+
+    def _leave(self, module: torch.nn.Module, args: object, output: object) -> None:
+        if self.stack:  # else it began before start()
+            self.stack.pop()
+
+
 class Places(TorchFunctionMode):
     """Context that knows the place of the op that runs, forward or backward.
 
@@ -49,8 +90,8 @@ class Places(TorchFunctionMode):
 
     def __init__(self, names: dict[int, str], bottom: FrameType | None = None) -> None:
         super().__init__()
-        self.names, self.bottom = names, bottom
-        self.modules = RunningModules(self._name_and_kind)
+        self.bottom = bottom
+        self.modules = RunningModules(names)
         self.function = ""
         self.undo = ExitStack()
 
@@ -64,9 +105,6 @@ class Places(TorchFunctionMode):
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
         self.undo.close()
         self.modules.stop()
-
-    def _name_and_kind(self, module: torch.nn.Module, _around: object) -> tuple[str, str]:
-        return self.names.get(id(module), ""), type(module).__name__
 
     def __torch_function__(
         self,

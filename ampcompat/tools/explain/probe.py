@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import _torch
-from ampcompat.tools.core import HALF_DTYPES, Args, Kwargs, map_tree, tensors_in
+from ampcompat.tools.core import HALF_DTYPES, Args, Kwargs, map_tree, master_of, tensors_in
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.places import Place, Places
 from ampcompat.tools.tensors import count_not_finite, covers_storage, is_finite, largest, readable, storage
@@ -30,6 +30,8 @@ GIVEN = ("input", "parameter", "buffer")
 ARGUMENT = "argument"
 
 
+#: Rows that are written out.
+SHOWN_ROWS = 8
 #: Names of arguments that say more than "self" and "other" do.
 _TELLING = ("weight", "bias", "target", "mask", "attn_mask", "pos_weight", "running_mean", "running_var")
 
@@ -70,6 +72,7 @@ class Event:
         spread: Where an inf was turned into NaN.
         node: Name of the autograd node, in backward.
         given: For :data:`ARGUMENT`: which tensor it is.
+        rows: For what came from outside: which rows are not finite, as in ", in row 3".
     """
 
     op: str
@@ -85,6 +88,7 @@ class Event:
     spread: Place | None = None
     node: str = ""
     given: str = ""
+    rows: str = ""
 
     @property
     def out_of_range(self) -> bool:
@@ -97,6 +101,11 @@ class Event:
         return self.value is not None and not self.out_of_range
 
     @property
+    def is_nan(self) -> bool:
+        """Whether it was NaN from the first."""
+        return self.value is not None and math.isnan(self.value)
+
+    @property
     def depends_on_scale(self) -> bool:
         """Whether it may be gone at a lower loss scale."""
         return self.backward and not self.is_undefined
@@ -105,14 +114,6 @@ class Event:
     def names_the_argument(self) -> bool:
         """Whether an :data:`ARGUMENT` has a name that says what it is for: a mask may be infinite on purpose."""
         return self.given.partition(" ")[0] in ("weight", "bias", "target", "pos_weight")
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Return a key that two events of the same fault share.
-
-        As the scale falls, gradients that are too large are found in one op after the other: that is one fault.
-        """
-        return ("gradients",) if self.depends_on_scale else (self.op, self.place, self.backward)
 
 
 @dataclass
@@ -215,17 +216,20 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def given(self, tensor: torch.Tensor, op: str, name: str) -> None:
         """Note a tensor that came from outside, if it is not finite."""
-        if not is_finite(tensor):
-            event = Event(
-                op=op,
-                place=Place(name, "", "", None),
-                backward=False,
-                dtype=tensor.dtype,
-                value=largest(tensor),
-                not_finite=count_not_finite(tensor),
-                elements=tensor.numel(),
-            )
-            self._born(tensor, event)
+        if is_finite(tensor):
+            return
+        master = master_of(tensor)
+        event = Event(
+            op=op,
+            place=Place(name, "", "", None),
+            backward=False,
+            dtype=tensor.dtype,
+            value=largest(tensor if master is None else master.value),
+            not_finite=count_not_finite(tensor),
+            elements=tensor.numel(),
+            rows=_rows(tensor),
+        )
+        self._born(tensor, event)
 
     def origin(self, tensors: Iterable[torch.Tensor]) -> Event | None:
         """The earliest origin of what is not finite in ``tensors``."""
@@ -257,7 +261,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         origin = self._origin_of(call, out if is_written else None)
         if origin is not None:
-            if origin.spread is None and bool(torch.isnan(out).any()):
+            if origin.spread is None and not origin.is_nan and bool(torch.isnan(out).any()):
                 origin.spread = made.place
             self.origins[storage(out)] = origin
             return
@@ -312,6 +316,19 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             not_finite=count_not_finite(unknown),
             elements=unknown.numel(),
             given=call.describe(unknown, place.function),
+            rows=_rows(unknown),
         )
         self._born(unknown, event)
         return event
+
+
+def _rows(tensor: torch.Tensor) -> str:
+    """Which rows of ``tensor`` are not finite, from 0, as in ", in rows 3, 7 and 2 more"; "" where all are."""
+    if tensor.dim() < 2 or len(tensor) < 2:
+        return ""
+    is_lost = ~torch.isfinite(tensor.detach()).flatten(1).all(1)
+    rows = is_lost.nonzero().flatten().tolist()
+    if len(rows) == len(tensor):
+        return ""
+    more = f" and {len(rows) - SHOWN_ROWS} more" if len(rows) > SHOWN_ROWS else ""
+    return f", in {'rows' if len(rows) > 1 else 'row'} {', '.join(map(str, rows[:SHOWN_ROWS]))}{more}"

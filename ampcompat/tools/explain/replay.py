@@ -27,6 +27,7 @@ class Finding:
         event: The fault, or None where the replay stayed finite.
         model: Class name of the model.
         entered: Whether the gradient that came into the model was not finite already.
+        has_moved: Whether the weights were written since the forward.
         caveat: What makes the replay unlike the run, if anything.
         called_at: The line of the script that called the model.
     """
@@ -34,6 +35,7 @@ class Finding:
     event: Event | None
     model: str
     entered: bool = False
+    has_moved: bool = False
     caveat: str = ""
     called_at: ScriptLine | None = None
 
@@ -49,7 +51,13 @@ def replay(forward: Forward, model: torch.nn.Module, backward: bool) -> Finding:
         backward: Run the backward too, from the gradients that the outputs got.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    finding = Finding(None, type(model).__name__, caveat=_caveat(forward), called_at=forward.called_at)
+    finding = Finding(
+        None,
+        type(model).__name__,
+        has_moved=forward.has_moved,
+        caveat=_caveat(forward),
+        called_at=forward.called_at,
+    )
     places = Places(names, sys._getframe())
     places.modules.stack.append(("", finding.model))  # its forward is called past the hooks that would say so
     probe = Probe(places)
@@ -162,6 +170,8 @@ def _unobserved() -> Iterator[None]:
 def _caveat(forward: Forward) -> str:
     if forward.overwritten:
         return "The inputs were written since the forward, so what was run again is not quite the same batch."
+    if forward.has_moved:
+        return "The weights were written since the forward, so what was run again is not quite the same."
     return ""
 
 

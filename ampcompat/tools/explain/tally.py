@@ -7,9 +7,12 @@ from typing import Any
 
 from ampcompat.tools.core import Optimizer, was_skipped
 from ampcompat.tools.explain.messages import Message
+from ampcompat.tools.explain.underflow import Underflow
 
 #: The last steps of an optimizer that are looked at. A scale that begins at 65536 is below 1 after 17 skips.
 WINDOW = 20
+#: Keys of steps that were looked at in vain; of the latter it is known that code after the models lost them.
+UNKNOWN, AFTER_MODELS = "unknown", "after the models"
 
 
 class BackOff:
@@ -40,18 +43,21 @@ class Tally:
         steps: Steps of all optimizers.
         skipped: Those that were skipped.
         not_finite: Those that were made with a loss or gradient that is not finite, or that wrote such weights.
-        scale: The loss scale after the latest of those that were skipped.
-        explained: The causes that were explained.
-        not_found: How many steps a fault is known to have cost, and not which.
+        scale: What became of the loss scale at the latest of these, as in "came down to 128".
+        has_told_unknown: Whether it was told of a lost step that its cause was not found.
+        held: The explanation of what may be an ordinary back-off, and its cause.
+        underflow: The latest step whose gradients were too small, if the latest steps were so.
     """
 
     def __init__(self) -> None:
         self.steps = self.skipped = self.not_finite = 0
-        self.scale = 0.0
-        self.not_found = 0
-        self._causes: Counter[str] = Counter()
-        self.explained: list[str] = []
-        self._held: Message | None = None
+        self.scale = ""
+        self.has_told_unknown = False
+        self.held: tuple[Message, object, str] | None = None
+        self.underflow: Underflow | None = None
+        self._lost_to: Counter[object] = Counter()
+        self._explained: dict[object, str] = {}  # causes by the keys of their faults
+        self._held_back: dict[object, str] = {}
 
     def on_step(self, optimizer: Optimizer, skipped: bool | None) -> None:
         """Count a step. A host sync where only the device knows whether it was skipped."""
@@ -59,75 +65,133 @@ class Tally:
         self.skipped += was_skipped(optimizer, skipped)
 
     # -- causes ------------------------------------------------------------------------------------------------------
-    def lose(self, cause: str) -> None:
-        """Note a step that was lost to ``cause``."""
-        self._causes[cause] += 1
+    def lose(self, key: object) -> None:
+        """Note a step that was lost to the fault of ``key``."""
+        self._lost_to[key] += 1
 
-    def rename(self, unknown: str, cause: str) -> None:
-        """Note that steps lost to ``unknown`` were lost to ``cause``."""
-        self._causes[cause] += self._causes.pop(unknown, 0)
-        self.not_found = 0
+    def rename(self, unknown: object, key: object) -> None:
+        """Note that steps that were lost to ``unknown`` were lost to the fault of ``key``."""
+        self._lost_to[key] += self._lost_to.pop(unknown, 0)
 
-    def explain(self, cause: str) -> None:
-        """Note that ``cause`` was explained."""
-        if cause not in self.explained:
-            self.explained.append(cause)
+    def explain(self, key: object, cause: str) -> None:
+        """Note that the fault of ``key`` was explained, and what the verdict calls it."""
+        self._explained.setdefault(key, cause)
 
-    def hold(self, message: Message) -> None:
-        """Keep the explanation of what may be an ordinary back-off, for a run that ends before that is known."""
-        self._held = message
+    def is_explained(self, key: object) -> bool:
+        """Whether the fault of ``key`` was explained."""
+        return key in self._explained
+
+    def hold(self, message: Message, key: object, cause: str) -> None:
+        """Keep the explanation of what may be an ordinary back-off until that is known; ``cause`` is "" for none."""
+        self.held = message, key, cause
+        if cause:
+            self._held_back.setdefault(key, cause)
+
+    @property
+    def has_held_cause(self) -> bool:
+        """Whether what is held back names a cause."""
+        return self.held is not None and self.held[2] != ""
+
+    def release(self) -> Message | None:
+        """The explanation that was held back, which is now told; None where there is none, or its fault was told."""
+        held, self.held = self.held, None
+        if held is None:
+            return None
+        message, key, cause = held
+        if self.is_explained(key):
+            return None
+        if cause:
+            self.explain(key, cause)
+        return message
 
     # -- the end -----------------------------------------------------------------------------------------------------
     @property
+    def _lost(self) -> int:
+        return self.skipped + self.not_finite
+
+    @property
     def _is_mostly_lost(self) -> bool:
         return 2 * self.skipped > self.steps
+
+    @property
+    def _passed(self) -> dict[object, str]:
+        """Faults that cost steps and may be gone at a lower scale: they were held back, and never explained."""
+        return {key: cause for key, cause in self._held_back.items() if key not in self._explained}
+
+    @property
+    def _is_ordinary(self) -> bool:
+        """Whether an ordinary back-off of the scale is all that there was."""
+        is_known = self.not_finite == 0 and not self._explained and not self._is_mostly_lost
+        return is_known and self.skipped > 0 and not self.has_told_unknown
 
     def last_words(self) -> list[Message]:
         """What is to be told when the run ends: the verdict, and before it what was held back without need."""
         if self.steps == 0:
             return []
         found = []
-        if not self.explained and self._held is not None and self._is_mostly_lost:
-            found.append(self._held)
-            self.explain(self._held.cause)
-        causes = [{"cause": cause, "steps": self._causes[cause]} for cause in self._in_order()]
+        if not self._explained and self._is_mostly_lost:
+            message = self.release()
+            if message is not None:
+                found.append(message)
+        causes = [{"cause": cause, "steps": self._lost_to[key]} for key, cause in self._in_order()]
         content: dict[str, Any] = {
             "steps": self.steps,
             "skipped": self.skipped,
             "not_finite": self.not_finite,
             "causes": causes,
+            "underflow": None if self.underflow is None else self.underflow.as_dict(),
         }
         return [*found, Message("verdict", self._verdict(), content=content)]
 
-    def _in_order(self) -> list[str]:
-        """The explained causes, those that cost most steps first."""
-        return sorted(self.explained, key=lambda cause: -self._causes[cause])
+    def _in_order(self) -> list[tuple[object, str]]:
+        """The explained faults, those that cost most steps first."""
+        return sorted(self._explained.items(), key=lambda fault: -self._lost_to[fault[0]])
 
     def _verdict(self) -> str:
+        if self._is_ordinary:
+            said = f"{self._counts()} while the loss scale {self.scale}: that is normal"
+        elif self._lost:
+            said = f"{self._counts()}; {self._causes()}"
+        elif self._explained:
+            said = f"{self._counts()}; a batch was lost to {' and to '.join(self._explained.values())}"
+        else:
+            said = self._counts()
+        return f"{said}." if self.underflow is None else f"{said}, but {self.underflow}."
+
+    def _counts(self) -> str:
         steps = f"{self.steps} step{'s' if self.steps > 1 else ''}"
-        were = "was" if self.skipped == 1 else "were"
-        lost = self.skipped + self.not_finite
-        if lost == 0 and not self.explained:
-            return f"none of {steps} was skipped."
+        if self._lost == 0:
+            return f"none of {steps} was skipped"
         counts = []
-        if self.skipped or not self.not_finite:
-            counts.append(f"{self.skipped} of {steps} {were} skipped")
+        if self.skipped:
+            counts.append(f"{self.skipped} of {steps} {_were(self.skipped)} skipped")
         if self.not_finite:
             counts.append(f"{self.not_finite} of {steps} had a loss, a gradient or a weight that is not finite")
-        head = ", ".join(counts)
-        if self.explained:
-            also = f"; of {self.not_found} of these it was not found" if self.not_found else ""
-            return f"{head}; {self._cause(lost)}{also}."
-        if self.not_found:
-            of_which = "" if self.not_found >= lost else f" of {self.not_found} of these"
-            return f"{head}; the cause{of_which} was not found."
-        if self._is_mostly_lost or self.not_finite:
-            return f"{head}; the cause was not found."
-        return f"{head} while the loss scale came down to {self.scale:g}: that is normal."
+        return ", ".join(counts)
 
-    def _cause(self, lost: int) -> str:
-        first, *others = self._in_order()
-        count = self._causes[first]
-        of_which = "" if count >= lost else f" of {count} of these"
-        also = f", and of others {' and '.join(others)}" if others else ""
-        return f"the cause{of_which} is {first}{also}"
+    def _causes(self) -> str:
+        """What the lost steps were lost to, all of them."""
+        told = [(self._lost_to[key], cause) for key, cause in self._in_order()]
+        passed = self._passed
+        if self._is_mostly_lost:  # a scale that costs most steps is not normal
+            told += [(self._lost_to[key], cause) for key, cause in passed.items()]
+            passed = {}
+        ordinary = sum(self._lost_to[key] for key in passed)
+        unknown = self._lost_to[UNKNOWN] + self._lost_to[AFTER_MODELS]
+        unseen = self._lost - sum(count for count, _ in told) - unknown - ordinary
+        parts: list[str] = []
+        for count, cause in told:
+            of_which = "" if count >= self._lost else f" of {count} of these"
+            parts.append(f"that of {count} is {cause}" if parts else f"the cause{of_which} is {cause}")
+        if unknown:
+            of_which = "" if unknown >= self._lost else f" of {unknown} of these"
+            parts.append(f"the cause{of_which} was not found")
+        if ordinary:
+            parts.append(f"{ordinary} {_were(ordinary)} lost while the loss scale {self.scale}, which is normal")
+        if unseen > 0:
+            parts.append(f"{unseen} {_were(unseen)} lost after the last explanation")
+        return "; ".join(parts)
+
+
+def _were(count: int) -> str:
+    return "was" if count == 1 else "were"

@@ -32,10 +32,12 @@ class Deviation:
         by_step: Relative deviation of the loss at each step that both have: infinite where the loss is not finite,
             None where there is nothing to compare (no loss, or a reference that is not finite).
         first_beyond: Number of the first step out of tolerance, from 1; None if there is none.
+        reference: The losses that it was compared with.
     """
 
     by_step: list[float | None]
     first_beyond: int | None
+    reference: Sequence[float | None] = ()
 
     @property
     def largest(self) -> float | None:
@@ -63,7 +65,7 @@ def compare(losses: Sequence[float | None], reference: Sequence[float | None], t
         by_step.append(relative_deviation(loss, base))
         if first is None and not tolerance.holds(loss, base):
             first = number
-    return Deviation(by_step, first)
+    return Deviation(by_step, first, reference)
 
 
 def relative_deviation(loss: float, reference: float) -> float | None:
@@ -101,9 +103,14 @@ class Result:
         return not self.passed and self.deviation is not None and self.deviation.first_beyond is not None
 
     @property
-    def is_without_update(self) -> bool:
-        """Whether every step was skipped."""
-        return bool(self.run.steps) and all(step.skipped for step in self.run.steps)
+    def failed(self) -> bool:
+        """Whether the comparison fails for it."""
+        return self.judged and not self.passed
+
+    @property
+    def compared_with(self) -> Sequence[float | None]:
+        """The losses of the run of the reference that it was compared with."""
+        return [] if self.deviation is None else self.deviation.reference
 
     def steps(self) -> list[tuple[Step, float | None]]:
         """Each step with its deviation, None beyond what could be compared."""
@@ -111,11 +118,16 @@ class Result:
         return [(step, values[at] if at < len(values) else None) for at, step in enumerate(self.run.steps)]
 
 
+def passed(results: Sequence[Result]) -> bool:
+    """Whether every level that is judged is within the tolerance."""
+    return not any(result.failed for result in results)
+
+
 def judge(runs: Sequence[Run], tolerance: Tolerance, shown: Sequence[str] = ()) -> list[Result]:
     """Compare all of ``runs`` with the first, the reference, or with one that skipped the same steps.
 
-    A run passes when no loss is out of tolerance and it got as far as it should: through all its steps, or, where the
-    reference ended by itself, as far as that.
+    A run passes when no loss is out of tolerance, at least half of its steps were made, and it got as far as it should:
+    through all its steps, or, where the reference ended by itself, as far as that.
 
     Args:
         runs: The reference and the others; the reference alone where it is not comparable.
@@ -149,11 +161,12 @@ def _fault(run: Run, deviation: Deviation, reference: Run) -> str:
         return run.message
     if deviation.largest is None:
         return "no loss to compare"
-    if run.steps and all(step.skipped for step in run.steps):
-        return f"no update was made: all {len(run.steps)} steps were skipped"
+    if run.is_mostly_skipped:
+        return f"{len(run.skipped_steps)} of {len(run.steps)} steps were skipped"
     if deviation.first_beyond is None:
-        return ""
-    loss = run.steps[deviation.first_beyond - 1].loss
+        is_as_long = run.message or len(run.losses) == len(reference.losses)
+        return "" if is_as_long else f"{len(run.losses)} losses, where the reference has {len(reference.losses)}"
+    loss = run.losses[deviation.first_beyond - 1]
     if loss is not None and not math.isfinite(loss):
         return f"loss {loss:g} at step {deviation.first_beyond}"
     return f"out of tolerance from step {deviation.first_beyond}"

@@ -1,35 +1,16 @@
-"""One level in a process of its own, followed step by step, and how it ended."""
+"""The comparison: a training at O0 and at each level, and once more at O0 for a level that skipped steps.
+
+``ampcompat parity`` runs scripts in processes of their own (:mod:`.scripts`), ``assert_opt_level_parity`` a function.
+"""
 
 from __future__ import annotations
 
-import signal
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from statistics import median
-from typing import Any
 
 from ampcompat.tools.parity.levels import Level
-from ampcompat.tools.recording import process
-from ampcompat.tools.recording.journal import End, read_step
 from ampcompat.tools.recording.steps import Step
-
-
-@dataclass(frozen=True)
-class Options:
-    """Hold the settings common to all levels.
-
-    Attributes:
-        target: ``[script, args…]`` or ``["-m", module, args…]``.
-        steps: Optimizer steps after which a run is ended.
-        seed: Of Python, numpy and torch, set before the script starts; also ``PYTHONHASHSEED``.
-        timeout: Seconds without a step after which a run is ended, the import of torch not counted; 0: never.
-    """
-
-    target: Sequence[str]
-    steps: int
-    seed: int
-    timeout: float
 
 
 @dataclass
@@ -43,6 +24,7 @@ class Run:
             (stopped because there was no progress) or ``"interrupted"``.
         message: Why it ended early, in one line; empty for ``"complete"``.
         log: The file with the script's output.
+        returned: The losses that a function has returned; None where those of the steps count.
         reference: A run of the reference that skipped the same steps; None where there is none.
     """
 
@@ -51,12 +33,13 @@ class Run:
     ending: str = "complete"
     message: str = ""
     log: str | None = None
+    returned: list[float] | None = None
     reference: Run | None = None
 
     @property
     def losses(self) -> list[float | None]:
-        """The loss of each step."""
-        return [step.loss for step in self.steps]
+        """The losses that are compared: one a step, unless a function has returned others."""
+        return [*self.returned] if self.returned is not None else [step.loss for step in self.steps]
 
     @property
     def is_comparable(self) -> bool:
@@ -69,128 +52,47 @@ class Run:
         return [step.step for step in self.steps if step.skipped]
 
     @property
+    def is_mostly_skipped(self) -> bool:
+        """Whether more than half of the steps were skipped: too few updates are left to compare."""
+        return 2 * len(self.skipped_steps) > len(self.steps)
+
+    @property
     def first_not_finite(self) -> str | None:
         """Say where the loss first is not finite."""
-        for step in self.steps:
-            if step.is_lost:
-                return f"loss {step.loss:g} at step {step.step}"
+        for number, loss in enumerate(self.losses, start=1):
+            if loss is not None and not math.isfinite(loss):
+                return f"loss {loss:g} at step {number}"
         return None
 
-    @property
-    def seconds_per_step(self) -> float | None:
-        """Median over the steps, the first left out: it pays for what happens once."""
-        known = [step.seconds for step in self.steps if step.seconds is not None]
-        return median(known) if known else None
 
-    @property
-    def peak_memory(self) -> int | None:
-        """The largest memory of the run in bytes."""
-        return max((step.memory for step in self.steps if step.memory is not None), default=None)
+def run_all(levels: Sequence[Level], run: Callable[[Level, Sequence[int]], Run]) -> list[Run]:
+    """Run all ``levels``, the first of which is the reference.
 
-
-def run_level(
-    level: Level,
-    options: Options,
-    folder: Path,
-    *,
-    skips: Sequence[int] = (),
-    on_step: Callable[[int], object] = lambda number: None,
-) -> Run:
-    """Run the script at ``level``, its output in a log in ``folder``.
+    A level that skipped steps, and made others, gets a run of the reference that skips the same: they cost it an update
+    each, which is the price of finding the loss scale and no loss of precision.
 
     Args:
-        level: What to run.
-        options: The settings.
-        folder: For the log and the journal.
-        skips: The numbers of steps that are skipped as after an overflow.
-        on_step: Called with the number of each step when it is recorded.
+        levels: What to run.
+        run: Runs a level, with steps of these numbers skipped as after an overflow.
 
     Returns:
-        The record, however the run ended; one that Ctrl-C ended has the ending ``"interrupted"``.
+        The runs; none after an interrupted one, or after a reference that is of no use.
     """
-    name = level.name.replace(" ", "-")
-    if skips:
-        name += f"-without-{'-'.join(map(str, skips))}"[:100]
-    journal = folder / f"{name}.jsonl"
-    log = folder / f"{name}.log"
-    run = Run(level, log=str(log))
-    seen: dict[str, Any] = {}
-
-    def on_line(kind: str, content: Any) -> None:
-        seen[kind] = content
-        if kind == "step":
-            run.steps.append(read_step(content))
-            on_step(len(run.steps))
-
-    def must_end(waited: float) -> bool:
-        if len(run.steps) >= options.steps:
-            return waited > process.GRACE_SECONDS
-        stalled = bool(options.timeout) and waited > options.timeout and "ready" in seen
-        if stalled:
-            run.ending = "stalled"
-        return stalled
-
-    command = process.command(journal, options.steps, options.seed, skips, options.target)
-    variables = process.environment(options.seed, level.environment)
-    code: int | None = None
-    try:
-        code = process.follow(command, variables, journal, log, on_line, must_end)
-    except KeyboardInterrupt:
-        run.ending = "interrupted"
-    _describe(run, options, code, seen.get("end", End()))
-    return run
-
-
-_NO_LOSS = "no loss was seen: optimizer.step() was called, amp.scale_loss never - scale the loss in a scale_loss block"
-_CHILDREN = (
-    "; it started other processes, and only the one that is started here is recorded - have it train in one process"
-)
-
-
-def _describe(run: Run, options: Options, code: int | None, end: End) -> None:
-    """Say how ``run`` ended, in one line that names what to do about it.
-
-    Args:
-        run: The run, with its steps.
-        options: What was asked for.
-        code: Exit status of the process; None if it had to be ended.
-        end: What the journal says of the end; empty where it has none.
-    """
-    made = len(run.steps)
-    after = f"after {made} of {options.steps} steps"
-    if run.ending == "interrupted":
-        run.message = f"interrupted {after}"
-    elif made >= options.steps:
-        run.ending = "complete"
-        run.message = "" if any(step.losses for step in run.steps) else _NO_LOSS
-    elif run.ending == "stalled":
-        hint = "" if made else "; raise --timeout if the script is just slow to start"
-        if end and not made:
-            hint = f"; {_why_no_step(end)}"
-        run.message = f"no step for {options.timeout:g} s, ended {after}{hint}"
-    elif code or end.get("error"):
-        run.ending = "crashed"
-        run.message = f"crashed {after}: {end.get('error') or _exit(code)}"
-    else:
-        run.ending = "ended"
-        run.message = f"the script ended by itself {after}" if made else _why_no_step(end)
-
-
-def _why_no_step(end: End) -> str:
-    """Why a script that ran to its end made no step."""
-    children = _CHILDREN if end.get("children") else ""
-    unused = end.get("unused", "")
-    blocks = end.get("blocks", 0)
-    if unused:
-        return f"{unused}{children}"
-    if not blocks:
-        return f"the script called neither amp.scale_loss nor optimizer.step(){children}"
-    return f"the script called amp.scale_loss {blocks} times and optimizer.step() never{children}"
-
-
-def _exit(code: int | None) -> str:
-    if code is not None and code < 0:
-        names = {int(one): one.name for one in signal.Signals}
-        name = names.get(-code, f"signal {-code}")
-        return f"ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-    return f"exit status {code}"
+    runs: list[Run] = []
+    with_skips: dict[tuple[int, ...], Run] = {}
+    for level in levels:
+        made = run(level, ())
+        runs.append(made)
+        if made.ending == "interrupted" or not runs[0].is_comparable:
+            break
+        skips = tuple(made.skipped_steps)
+        if skips == tuple(runs[0].skipped_steps) or made.is_mostly_skipped:
+            continue
+        if skips not in with_skips:
+            with_skips[skips] = run(levels[0], skips)
+        reference = with_skips[skips]
+        if reference.ending == "interrupted":
+            made.ending = "interrupted"
+            break
+        made.reference = reference if reference.is_comparable else None
+    return runs

@@ -1,7 +1,7 @@
 """What a run did, step by step.
 
 :class:`.recorder.Recorder` observes the run of this process. It hands a :class:`.steps.Step` to ``amp.on_step``, to the
-precision report and to ``assert_opt_level_parity``; :class:`.ops.OpTrace` counts ops by dtype for the report.
-``ampcompat parity`` runs a script in a process of its own (:mod:`.child`), which records it into a journal
-(:mod:`.journal`), and follows that process (:mod:`.process`) without importing torch.
+precision report and to ``assert_opt_level_parity``. ``ampcompat parity`` runs a script in a process of its own
+(:mod:`.child`), which records it into a journal (:mod:`.journal`), and follows that process (:mod:`.process`) without
+importing torch.
 """

@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> None:
     children = _watch_for_children()
     seed_all(int(seed))
     journal = Journal(path, int(steps))
-    recorder = Recorder(journal.step, measure=True)
+    recorder = Recorder(journal.step, losses=True)
     observers().append(recorder)
     if skips:
         observers().append(Skips(recorder, {int(number) for number in skips.split(",")}))

@@ -24,7 +24,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step. The fields after ``scales`` are measured where a recorder was asked to.
+    """One optimizer step. The fields after ``scales`` are read where a recorder was asked to.
 
     Attributes:
         step: Its number, from 1, over all optimizers since the recorder began.
@@ -34,9 +34,6 @@ class Step:
         scales: The loss scalers of the ``scale_loss`` blocks since the optimizer's last step, after this one.
         losses: The loss of each of these blocks, unscaled (mean, if not scalar).
         scale: The smallest scale that these losses were multiplied by; None without a block.
-        grad_norm: 2-norm of the optimizer's unscaled gradients after its last block, before any clipping.
-        seconds: Since the step before, less what recording took; None for the first.
-        memory: Largest memory so far in bytes: allocated on the GPU where one is used, else that of the process.
     """
 
     step: int
@@ -46,9 +43,6 @@ class Step:
     scales: Sequence[Scale] = ()
     losses: Sequence[float] = field(default=())
     scale: float | None = None
-    grad_norm: float | None = None
-    seconds: float | None = None
-    memory: int | None = None
 
     @property
     def loss(self) -> float | None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +16,14 @@ from ampcompat import __version__
 from ampcompat.tools import core
 from ampcompat.tools.at_end import at_end
 from ampcompat.tools.data import to_json
+from ampcompat.tools.devices import slow_halves
+from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.frames import hide_tools
 from ampcompat.tools.recording.journal import error_line
-from ampcompat.tools.recording.ops import OpTrace, Tally
 from ampcompat.tools.recording.recorder import Recorder
 from ampcompat.tools.recording.steps import Step
-from ampcompat.tools.report.facts import Facts, add_counts
-from ampcompat.tools.report.models import add_models
-from ampcompat.tools.report.sentences import sentences
+from ampcompat.tools.report.facts import Facts, OpCount, half_share, sentences
+from ampcompat.tools.report.ops import OpTrace
 from ampcompat.tools.report.show import as_page, as_text
 
 #: Steps kept, besides the skipped ones; beyond, every second one is dropped.
@@ -50,10 +48,9 @@ class PrecisionReport:
         self._first: int | None = None  # the optimizer that stepped first
         self._initialized = core.latest_call() is not None
         self._waits_for_initialize = False
-        self._seen = Facts()  # what was seen of models while they lived
+        self._latest: core.LatestCall | None = None
+        self._rank, self._world = core.rank(), world_size()
         self._argv = list(sys.argv if argv is None else argv)
-        self._date = datetime.now(timezone.utc).astimezone()
-        self._clock = time.monotonic()
         self._error: BaseException | None = None
 
     def start(self) -> None:
@@ -93,15 +90,10 @@ class PrecisionReport:
         """Begin to count: what ran before the first ``initialize`` could not be half."""
         if not self._initialized:
             self._initialized = True
-            self._trace.tally = Tally()
+            self._trace.forget()
         if self._waits_for_initialize:
             self._waits_for_initialize = False
             self._trace.start()
-
-    def on_forward(self, model: torch.nn.Module, args: object, kwargs: object) -> None:
-        """Look at the models before the first op runs in them."""
-        if not self._seen.parameters:
-            add_models(self._seen)
 
     def on_scale_loss(self, loss: torch.Tensor, scaler: core.LossScaler, optimizers: Sequence[core.Optimizer]) -> None:
         """Record the block."""
@@ -124,8 +116,7 @@ class PrecisionReport:
             self._first = id(optimizer)
         if not self._trace.running:
             return
-        add_models(self._seen)
-        self._note_rank()
+        self._note()
         self._traced_steps += id(optimizer) == self._first
         if self._traced_steps >= self._steps:
             self._trace.stop()
@@ -136,10 +127,10 @@ class PrecisionReport:
         if len(self._history) - self._skipped > MOST_STEPS:
             self._history = [one for at, one in enumerate(self._history) if at % 2 or one.skipped]
 
-    def _note_rank(self) -> None:
-        """Note the rank while a process group is up: it may be gone when the process ends."""
-        self._seen.rank = core.rank()
-        self._seen.world = world_size()
+    def _note(self) -> None:
+        """Note what may be gone when the process ends: the rank, and what ``initialize`` was asked for."""
+        self._rank, self._world = core.rank(), world_size()
+        self._latest = core.latest_call() or self._latest
 
     # -- what was seen -----------------------------------------------------------------------------------------------
     def facts(self) -> dict[str, Any]:
@@ -148,29 +139,34 @@ class PrecisionReport:
 
     def _facts(self) -> Facts:
         """Everything. Reads the device."""
-        facts = self._seen
-        add_models(facts)
-        if not self._traced_steps:
-            self._note_rank()
         self._recorder.deliver(wait=True)
-        facts.script = self._argv[0] if self._argv else ""
-        facts.arguments = self._argv[1:]
-        facts.date = self._date.isoformat(timespec="seconds")
-        facts.seconds = round(time.monotonic() - self._clock, 1)
-        facts.versions = {
-            "ampcompat": __version__,
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-            "cuda": torch.version.cuda,
-        }
-        facts.error = error_line(self._error)
-        facts.traced_steps = self._traced_steps
-        facts.whole_steps = self._traced_steps >= self._steps
-        facts.steps = self._recorder.steps
-        facts.skipped = self._skipped
-        facts.blocks = self._recorder.blocks
-        facts.history = self._history
-        add_counts(facts, self._trace.tally)
+        if not self._traced_steps:
+            self._note()
+        latest = core.latest_call() or self._latest
+        half = None if latest is None else latest.half_dtype
+        trace = self._trace
+        ops = [OpCount(*op, count, trace.flops[op]) for op, count in trace.counts.most_common()]
+        ops.sort(key=lambda one: -one.flops)
+        facts = Facts(
+            script=self._argv[0] if self._argv else "",
+            arguments=self._argv[1:],
+            versions={"ampcompat": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+            rank=self._rank,
+            world=self._world,
+            error=error_line(self._error),
+            initialized=latest is not None,
+            enabled=latest is not None and latest.enabled,
+            opt_level=None if latest is None else latest.opt_level,
+            half="" if half is None else dtype_name(half),
+            traced_steps=self._traced_steps,
+            steps=self._recorder.steps,
+            skipped=self._skipped,
+            blocks=self._recorder.blocks,
+            ops=ops,
+            history=self._history,
+            slow=[] if half is None else _slow_sentences(trace.devices, half),
+            half_flops_share=half_share(ops),
+        )
         facts.sentences = sentences(facts)
         return facts
 
@@ -221,6 +217,10 @@ class PrecisionReport:
             shown = path
         several = "; each rank writes its own" if facts.world > 1 else ""
         return "" if facts.rank else f"wrote the precision report to {shown}{several}"
+
+
+def _slow_sentences(devices: set[str], half: torch.dtype) -> list[str]:
+    return [sentence for device in sorted(devices) if (sentence := slow_halves(device, half))]
 
 
 def named_by(file: str, process: str) -> str:

@@ -117,7 +117,7 @@ def test_the_step_is_the_one_that_wrote_it_whenever_it_is_read(capsys, level, ra
         optimizer.zero_grad()
         model.boost = 1.0
     overflow, written = capsys.readouterr().err.split("ampcompat explain: ")[1:]
-    assert overflow.startswith("Step 1 was skipped: the loss is ")
+    assert overflow.startswith("The loss of step 1 is ")
     assert written.startswith("Step 2 of SGD left a weight that is not finite.\n  what      embeddings.weight (float")
     assert "4 of 40 elements are not finite" in written
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from ampcompat import amp
 from ampcompat.amp.observers import observers
-from ampcompat.tools.explain import explain_as, explain_as_asked, fault
+from ampcompat.amp.scaler import LossScaler
+from ampcompat.tools.explain import explain_as, explain_as_asked, unknown
 from ampcompat.tools.explain.observer import OverflowExplainer
 from ampcompat.tools.explain.replay import Finding
 
@@ -61,11 +62,10 @@ def test_every_message_is_a_line_of_json(capsys):
     amp.explain_overflows(json=True)
     train(adam(weight_decay=1e-9))
     told_numbers, weights = lines(capsys.readouterr().err)
-    assert told_numbers["explain"] == "numbers"
-    assert told_numbers["numbers"] == [
-        {"group": 0, "name": "weight_decay", "value": 1e-9, "becomes": 0.0, "dtype": "float16"}
-    ]
-    assert weights["explain"] == "weights"
+    assert (told_numbers["explain"], told_numbers["number"]) == ("fault", 1e-9)
+    assert told_numbers["cause"] == "weight_decay=1e-09 is 0 in float16"
+    assert weights["explain"] == "fault"
+    assert weights["cause"] == "step 1 of Adam, which left embeddings.weight not finite"
     assert (weights["optimizer"], weights["parameter"], weights["step"]) == ("Adam", "embeddings.weight", 1)
     assert (weights["not_finite"], weights["elements"]) == (32, 40)
     assert weights["hints"][0] == "pass eps=1e-4 to Adam"
@@ -76,8 +76,16 @@ def test_a_fault_as_json_has_strings_for_what_json_has_not(capsys):
     x = torch.tensor([[float("inf"), 1.0]])
     train(lambda p: torch.optim.SGD(p, lr=0.1), "O1", 1, lambda: nn.Linear(2, 2), x)
     (found,) = lines(capsys.readouterr().err)
-    assert (found["explain"], found["op"], found["largest"], found["step"]) == ("fault", "input", "inf", 1)
+    assert (found["explain"], found["op"], found["number"], found["step"]) == ("fault", "input", "inf", 1)
     assert (found["file"], found["line"]) == (None, None)
+
+
+def test_a_skipped_step_has_its_own_number(capsys):
+    amp.explain_overflows(json=True)
+    x = torch.ones(1, 2)
+    train(lambda p: torch.optim.SGD(p, lr=1e-12), "O2", 17, lambda: nn.Linear(2, 2), x, lambda y: y.float().sum() * 1e7)
+    (found,) = lines(capsys.readouterr().err)
+    assert (found["step"], found["message"].partition(" was")[0]) == (17, "Step 17")
 
 
 def test_other_ranks_tell_the_faults_of_their_own_batches(capsys, monkeypatch):
@@ -86,7 +94,7 @@ def test_other_ranks_tell_the_faults_of_their_own_batches(capsys, monkeypatch):
     x = torch.tensor([[1e9, 1.0]])
     train(lambda p: torch.optim.SGD(p, lr=0.1), "O1", 1, lambda: nn.Linear(2, 2), x)
     told = capsys.readouterr().err
-    assert told.startswith("ampcompat explain (rank 1): Step 1 was skipped: the loss is -inf.")
+    assert told.startswith("ampcompat explain (rank 1): The loss of step 1 is -inf.")
     assert told.count("ampcompat explain") == 1  # that it was the last explanation is for rank 0 to say
     amp.explain_overflows(limit=1, json=True)
     train(lambda p: torch.optim.SGD(p, lr=0.1), "O1", 1, lambda: nn.Linear(2, 2), x)
@@ -94,9 +102,9 @@ def test_other_ranks_tell_the_faults_of_their_own_batches(capsys, monkeypatch):
 
 
 def test_an_unexplained_skip_may_come_from_another_rank(monkeypatch):
-    monkeypatch.setattr(fault, "_has_other_ranks", lambda: True)
-    head = fault.outside_message("Step 1 was skipped.", [Finding(None, "Net")], 1).head
-    assert "the code outside of them did it, or another rank, whose gradients are added." in head
+    monkeypatch.setattr(unknown, "has_other_ranks", lambda: True)
+    head = unknown.unknown_message("Step 1 was skipped.", [Finding(None, "Net")], 1, LossScaler("dynamic")).head
+    assert "it may be the code outside of them, or another rank, whose gradients are added." in head
 
 
 def test_the_script_ends_after_as_many_faults_as_asked(capsys):

@@ -51,7 +51,8 @@ def test_lost_hyperparameters_are_reported_once(capsys):
     """Numbers that half does not hold are reported at the first step, and use up no explanation."""
     train(lambda p: torch.optim.SGD([{"params": list(p), "weight_decay": 1e-9}], lr=0.1), steps=3)
     (told,) = capsys.readouterr().err.split("ampcompat explain: ")[1:]
-    assert "group 0   weight_decay=1e-09 is 0 in float16, the dtype of 3 of its parameters" in told
+    assert "what      weight_decay=1e-09 is 0 in float16, the dtype of 3 of its parameters: it has no effect" in told
+    assert "where     group 0 of SGD" in told
     assert "hint      leave weight_decay out, or pass weight_decay=1e-6 or more" in told
     assert "opt_level='O2'" in told
     assert explainer().left == 3

@@ -5,7 +5,7 @@ import dataclasses
 import gc
 import random
 import weakref
-from collections import OrderedDict, UserDict, defaultdict
+from collections import Counter, OrderedDict, UserDict, defaultdict
 from collections.abc import Mapping
 
 import pytest
@@ -19,6 +19,10 @@ from ampcompat import amp
 from ampcompat.amp import observers as amp_observers
 from ampcompat.tools.explain import explain_overflows, replay
 from ampcompat.tools.explain.observer import MOST_FORWARDS
+
+#: What looks at a loss, and copies the scale.
+LOOK = {"detach", "amin", "amax", "neg", "maximum", "isfinite", "eq", "abs", "ne", "mul", "stack", "_to_copy"}
+LOOK.add("_local_scalar_dense")
 
 
 class Net(nn.Module):
@@ -84,7 +88,7 @@ def test_bitwise_the_same_run(level, accumulate, capsys):
 
 def test_a_fused_optimizer_is_asked_at_the_next_block(capsys):
     run("O1", True, fused=True)
-    assert "ampcompat explain: Step 4 was skipped: the loss is inf." in capsys.readouterr().err
+    assert "ampcompat explain: The loss of step 4 is inf." in capsys.readouterr().err
 
 
 def test_the_replay_sees_the_same_random_numbers_and_buffers():
@@ -224,7 +228,10 @@ def test_without_overflow_only_steps_are_examined():
         return found[1:]  # the first block looks at what there is before any step
 
     for (plain, plain_step), (observed, step) in zip(ops(False), ops(True), strict=True):
-        assert [name for name in observed if name != "detach"] == [name for name in plain if name != "detach"]
+        # A block looks at its loss, by one host sync.
+        added = Counter(observed) - Counter(plain)
+        assert set(added) <= LOOK
+        assert added["_local_scalar_dense"] == 1
         assert step[: len(plain_step)] == plain_step
         # All flags are read by one tolist(): one host sync, and no op on the CPU.
         assert step[len(plain_step) :].count("stack") > 0
@@ -272,10 +279,9 @@ def test_inputs_that_were_written_since_are_mentioned(capsys):
     model, optimizer = initialized(model, "O1")
     explain_overflows()
     x = torch.full((2, 4), float("nan"))
-    with amp.scale_loss(model(x).mean(), optimizer) as scaled:
-        scaled.backward()
+    loss = model(x).mean()
     x.fill_(float("inf"))
-    optimizer.step()
+    make_step(optimizer, loss)
     assert "The inputs were written since the forward" in capsys.readouterr().err
 
 
@@ -378,6 +384,19 @@ def test_running_again_does_not_append_to_arguments(empty, capsys):
     make_step(optimizer, model(torch.ones(2, 4), seen=seen).float().mean())
     assert "torch.log(" in capsys.readouterr().err
     assert len(seen) == 1
+
+
+def test_a_block_of_no_optimizer_is_explained_too(capsys):
+    """It is for the gradient of an input; here its loss is not finite, in code that is watched from the second time."""
+    model, _ = initialized(nn.Linear(4, 4), "O1")
+    explain_overflows()
+    for _ in range(2):
+        x = torch.ones(2, 4, requires_grad=True)
+        with amp.scale_loss(torch.log(model(x).float() * 0).mean(), []) as scaled:
+            scaled.backward()
+    first, second, *_ = capsys.readouterr().err.split("ampcompat explain: ")[1:]
+    assert first.startswith("The loss of step 1 is ")
+    assert "aten::log" in second
 
 
 def test_two_models_and_the_one_at_fault(capsys):

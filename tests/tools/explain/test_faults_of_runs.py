@@ -94,6 +94,13 @@ def cross_entropy_of_what_is_large(y):
     return F.cross_entropy(y.float(), target)
 
 
+def with_a_lost_row():
+    model = Layer()
+    with torch.no_grad():
+        model.fc.weight[5] = float("nan")
+    return model
+
+
 def as_replica():
     model = Layer()
     model._is_replica = True  # of DataParallel
@@ -164,25 +171,27 @@ FAULTS = {
     # -- data ----------------------------------------------------------------------------------------------------------
     "a NaN in a batch, after a descent": Fault(
         {
-            "head": "Step 31 was skipped: the loss is nan.",
-            "what": "input 0 was not finite before the forward: 1 of 32 values",
+            "head": "The loss of step 31 is nan.",
+            "what": "input 0 was not finite before the forward: 1 of 32 values, in row 2",
             "hint": "look at the data loader",
         },
-        r"^\d+ of 40 steps were skipped; the cause of 1 of these is input 0 of Layer, which was not finite\.$",
+        r"^12 of 40 steps were skipped; the cause of 1 of these is input 0 of Layer, which was not finite;"
+        r" 11 were lost while the loss scale came down to 16, which is normal\.$",
         level="O2",
         batch=once(float("nan")),
         loss=lambda y: (y.float() * 300).sum(),
     ),
     "a NaN in a batch, while weights grow": Fault(
         {"what": "input 0 was not finite before the forward: 1 of 32 values", "hint": "look at the data loader"},
-        r"the cause( of \d+ of these)? is input 0 of Layer, which was not finite\.$",
+        r"^2 of 4 steps were skipped; the cause of 1 of these is input 0 of Layer, which was not finite; the cause of 1"
+        r" of these was not found\.$",
         batch=once(float("nan"), at=4),
         optimizer=sgd(20.0),
         steps=4,
     ),
     "an outlier in a batch": Fault(
         {
-            "head": "Step 31 was skipped",
+            "head": "The loss of step 31 is inf.",
             "what": "is too large for float16, to which linear casts it: 1 of 32 values",
             "largest": "1e+06",
             "hint": "smaller inputs",
@@ -246,9 +255,19 @@ FAULTS = {
         level="O2",
         batch=lambda step: WIDE,
     ),
+    "an infinity of the model with finite gradients": Fault(
+        {
+            "head": "The loss of step 1 is inf.",
+            "what": "masked_fill",
+            "line": 'float("inf")',
+        },
+        r"^\d+ of 40 steps had a loss, a gradient or a weight that is not finite; the cause is .*\(masked_fill\)\.$",
+        model=lambda: Layer(lambda y: y.float().masked_fill(y > 0.4, float("inf"))),  # the first step moves weights
+        optimizer=sgd(0.5),
+    ),
     # -- the loss ------------------------------------------------------------------------------------------------------
     "the logarithm of 0 in the loss": Fault(
-        {"head": "Step 1 was skipped: the loss is inf.", "next what": "aten::log", "next hint": "F.log_softmax(x)"},
+        {"head": "The loss of step 1 is inf.", "next what": "aten::log", "next hint": "F.log_softmax(x)"},
         r"^40 of 40 steps were skipped; the cause is .*\(log\)\.$",
         model=lambda: Layer(lambda y: torch.softmax(y * 60, -1)),
         level="O2",
@@ -257,13 +276,19 @@ FAULTS = {
         count=2,
     ),
     "a class weight": Fault(
-        {"head": "the loss is nan", "next what": "weight given to cross_entropy", "next hint": "look at what makes"},
+        {
+            "head": "The loss of step 1 is nan.",
+            "next what": "weight given to cross_entropy",
+            "next hint": "look at what makes",
+        },
         r"^40 of 40 steps were skipped; the cause is .*cross_entropy.*\.$",
         loss=lambda y: F.cross_entropy(y.float(), torch.tensor([0, 1, 2, 3]), INFINITE),
         count=2,
     ),
     "a mask that leaves nothing, once": Fault(
-        {"head": "Step 31 was skipped: the loss is nan. The gradient that came into the model was not finite already"},
+        {
+            "head": "The loss of step 31 is nan. The models that amp.initialize was given were run again and stayed",
+        },
         r"^1 of 40 steps was skipped; the cause was not found\.$",
         model=lambda: Layer(lambda y: y, weight=0.1),
         batch=lambda step: torch.full((4, 8), 0.0 if step == 31 else 0.5),
@@ -271,8 +296,8 @@ FAULTS = {
     ),
     "a loss of nothing, with gradients of 0": Fault(
         {
-            "head": "Step 31 was made, with finite gradients, although its loss is nan.",
-            "next head": "Step 32: the loss is nan.",
+            "head": "The loss of step 31 is nan.",
+            "next head": "The loss of step 32 is nan.",
             "next line": "F.cross_entropy(y.float(), target)",
         },
         r"^10 of 40 steps had a loss, a gradient or a weight that is not finite; the cause is .*cross_entropy.*\.$",
@@ -282,7 +307,7 @@ FAULTS = {
         count=2,
     ),
     "what cannot be run again": Fault(
-        {"head": "Step 1 was skipped: the loss is nan. No forward of an initialized model could be run again"},
+        {"head": "The loss of step 1 is nan. No forward of an initialized model could be run again"},
         r"^40 of 40 steps were skipped; the cause was not found\.$",
         model=as_replica,
         batch=lambda step: torch.full((4, 8), 1e6),
@@ -295,7 +320,7 @@ FAULTS = {
             "what": "a gradient is too large for float16: 32 of 32 values",
             "hint": "a smaller loss (a mean in place of a sum",
         },
-        r"^26 of 40 steps were skipped; the cause of 24 of these is .*a gradient\)\.$",
+        r"^26 of 40 steps were skipped; the cause is .*a gradient\)\.$",
         level="O2",
         loss=lambda y: (y.float() * 1e7).sum(),
         optimizer=sgd(1e-12),
@@ -314,6 +339,12 @@ FAULTS = {
         model=lambda: Layer(lambda y: y.float().pow(2).sum(-1).sqrt(), weight=0.0),
         loss=lambda y: y.mean(),
     ),
+    "a gradient at the end of a range": Fault(
+        {"pass": "backward", "hint": "the gradient of acos at the end of its range is not finite: clamp its input"},
+        r"^40 of 40 steps were skipped; the cause is .*\(the backward of acos\)\.$",
+        model=lambda: Layer(lambda y: torch.acos(F.normalize(y[:, :1], dim=-1).float())),
+        loss=lambda y: y.mean(),
+    ),
     "a function with a wrong backward": Fault(
         {"line": "return grad / (x - x)", "what": "WrongBackward (aten::div)"},
         r"^40 of 40 steps were skipped; the cause is .*\(the backward of WrongBackward\)\.$",
@@ -324,6 +355,14 @@ FAULTS = {
         r"^40 of 40 steps had a loss, a gradient or a weight that is not finite; the cause is .*\(a gradient\)\.$",
         level="O2",
         options={"loss_scale": 2.0**24},
+    ),
+    "a static scale that is too high for the half output of a model": Fault(
+        {
+            "head": "A gradient of step 1 is not finite. The gradient that came into the model was not finite already:"
+            " the code after the model made it. The loss scale of 1.07374e+09 may be too high for it",
+        },
+        r"^40 of 40 steps had a loss, a gradient or a weight that is not finite; the cause was not found\.$",
+        options={"loss_scale": 2.0**30},
     ),
     # -- weights that grow ---------------------------------------------------------------------------------------------
     "weights that grow from next to nothing to a usual size": Fault(
@@ -345,14 +384,14 @@ FAULTS = {
     ),
     "weights that a loss made grow that was explained": Fault(
         {"what": "a gradient is too large for float16", "hint": "a smaller loss (a mean in place of a sum"},
-        r"the cause of \d+ of these is .*a gradient\)\.$",
+        r"^26 of 30 .* not finite; the cause is .*a gradient\)\.$",
         loss=lambda y: (y.float() * 1e7).sum(),
         optimizer=sgd(1e-2),
         steps=30,
     ),
     "half weights that a loss made grow that was explained": Fault(
         {"what": "a gradient is too large for float16", "hint": "a smaller loss (a mean in place of a sum"},
-        r"the cause of \d+ of these is .*a gradient\)\.$",
+        r"^26 of 40 .* not finite; the cause is .*a gradient\)\.$",
         level="O2",
         loss=lambda y: (y.float() * 1e7).sum(),
         optimizer=sgd(1.0),
@@ -360,7 +399,7 @@ FAULTS = {
     # -- steps ---------------------------------------------------------------------------------------------------------
     "a learning rate that is too high": Fault(
         {"head": "Step", "hint": "a lower learning rate than 500", "growth": "at lr=500"},
-        r"the cause of \d+ of these is the growth of fc.weight, at lr=500\.$",
+        r"; the cause of 36 of these is the growth of fc.weight, at lr=500; that of 3 is \S*:\d+ \(.* in fc\)\.$",
         level="O2",
         batch=lambda step: WIDE,
         optimizer=sgd(500.0),
@@ -371,6 +410,12 @@ FAULTS = {
         level="O3",
         loss=lambda y: y[:, :3].float().sum(),
         optimizer=adam,
+    ),
+    "an eps of 0": Fault(
+        {"why": "eps=0, and exp_avg_sq is 0 in 40 of these 40: a division by zero", "hint": "pass eps=1e-8 to Adam"},
+        r"; the cause is step 1 of Adam, which left fc.weight not finite\.$",
+        loss=lambda y: y[:, :3].float().mean(),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3, eps=0.0),
     ),
     "gradients that the script spoils": Fault(
         {
@@ -383,10 +428,56 @@ FAULTS = {
             p.grad.div_(0 if step == 31 else 1) for p in amp.master_params(optimizer) if p.grad is not None
         ],
     ),
+    "weights that the script spoils between a block and its step": Fault(
+        {
+            "head": "The loss of step 32 is nan.",
+            "what": "parameter fc.weight was not finite before the forward: 64 of 64 values",
+            "hint": "no step is known to have written it",
+        },
+        r"; the cause is parameter fc.weight of Layer, which was not finite\.$",
+        level="O2",
+        between=lambda optimizer, step: [
+            p.detach().fill_(float("inf")) for p in amp.master_params(optimizer) if step == 31
+        ],
+    ),
+    "weights that the script spoils, unseen, before a step": Fault(
+        {
+            "head": "Step 31 of SGD left a weight that is not finite.",
+            "why": "not known: its gradient is finite",
+            "hint": "look at what else writes weights or gradients between scale_loss and the step",
+        },
+        r"; the cause is step 31 of SGD, which left fc.weight not finite\.$",
+        level="O2",
+        between=lambda optimizer, step: [
+            p.data.fill_(float("inf")) for p in amp.master_params(optimizer) if step == 31
+        ],
+    ),
     "a checkpoint that is not finite": Fault(
-        {"what": "parameter fc.weight was not finite", "hint": "no step was made yet"},
+        {
+            "what": "parameter fc.weight was not finite before the forward: 64 of 64 values",
+            "hint": "it was not finite before amp.initialize already",
+        },
         r"^40 of 40 steps were skipped; the cause is parameter fc.weight of Layer, which was not finite\.$",
         model=lambda: Layer(weight=float("nan")),
+    ),
+    "a row of a checkpoint that is not finite": Fault(
+        {
+            "what": "parameter fc.weight was not finite before the forward: 8 of 64 values, in row 5",
+            "hint": "it was not finite before amp.initialize already",
+        },
+        r"^40 of 40 steps were skipped; the cause is parameter fc.weight of Layer, which was not finite\.$",
+        model=with_a_lost_row,
+        level="O2",
+    ),
+    "a weight that half does not hold": Fault(
+        {
+            "what": "parameter fc.weight was not finite before the forward: 64 of 64 values",
+            "largest": "100000 (float16 ends at 65504)",
+            "hint": "its float32 master is finite and reaches 100000: the cast to float16 lost it",
+        },
+        r"^40 of 40 steps were skipped; the cause is parameter fc.weight of Layer, which was not finite\.$",
+        model=lambda: Layer(weight=1e5),
+        level="O2",
     ),
 }
 
@@ -407,8 +498,8 @@ def run(fault):
     torch.manual_seed(0)
     model = fault.model()
     optimizer = fault.optimizer(model.parameters())
-    model, optimizer = amp.initialize(model, optimizer, opt_level=fault.level, verbosity=0, **fault.options)
     explain_overflows()
+    model, optimizer = amp.initialize(model, optimizer, opt_level=fault.level, verbosity=0, **fault.options)
     for step in range(1, fault.steps + 1):
         optimizer.zero_grad()
         with amp.scale_loss(fault.loss(model(fault.batch(step))), optimizer) as scaled:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from parity_runs import step
 
-from ampcompat.tools.parity import runs
+from ampcompat.tools.parity import scripts
 from ampcompat.tools.parity.levels import Level
-from ampcompat.tools.parity.runs import Options, Run, _describe, run_level
+from ampcompat.tools.parity.runs import Run
+from ampcompat.tools.parity.scripts import Options, _describe, run_level, warnings_of
 from ampcompat.tools.recording import process
 from ampcompat.tools.recording.journal import read_step
 
@@ -90,7 +91,7 @@ def check(run, steps, ending, message):
 
 def test_steps_are_kept_with_their_numbers(quick_runs):
     assert [step.step for step in quick_runs["crashes"].steps] == [1, 2]
-    assert all(step.loss and step.scale == 128.0 and step.grad_norm for step in quick_runs["crashes"].steps)
+    assert all(step.loss and step.scale == 128.0 for step in quick_runs["crashes"].steps)
 
 
 def test_the_command_line_sets_the_level(quick_runs):
@@ -119,7 +120,7 @@ def test_an_interrupt_keeps_the_recorded_steps(tmp_path, monkeypatch):
         return read_step(content)
 
     monkeypatch.setattr(process, "GRACE_SECONDS", 5.0)
-    monkeypatch.setattr(runs, "read_step", interrupt)
+    monkeypatch.setattr(scripts, "read_step", interrupt)
     run = start("well", tmp_path)
     assert (run.ending, run.steps[0].step) == ("interrupted", 1)
     assert run.message.startswith("interrupted after")
@@ -150,6 +151,16 @@ def test_a_run_of_the_reference_skips_what_it_is_told(tmp_path):
     run = run_level(Level("O0"), Options([SCRIPT, "well"], 3, 0, timeout=100), tmp_path, skips=(1, 3))
     assert run.skipped_steps == [1, 3], Path(run.log).read_text()
     assert Path(run.log).name == "O0-without-1-3.log"
+
+
+def test_warnings_of_the_script_are_told_once(tmp_path):
+    """Those that it is warned of, as amp does; not torch's own about what goes away."""
+    first, second = tmp_path / "a.log", tmp_path / "b.log"
+    told = "train.py:7: UserWarning: optimizer.step() with gradients, but no scale_loss block - write one."
+    first.write_text(f"opt_level O1\n{told}\n  optimizer.step()\nx.py:1: FutureWarning: soon\n")
+    second.write_text(f"{told}\n  optimizer.step()\ntrain.py:9: UserWarning: another\n")
+    made = [Run(Level(name), log=str(log)) for name, log in (("O1", first), ("O2", second))]
+    assert warnings_of(made) == [told, "train.py:9: UserWarning: another"]
 
 
 # -- the ending alone --------------------------------------------------------------------------------------------------

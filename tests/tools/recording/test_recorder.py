@@ -26,24 +26,18 @@ def loss_of(model, factor=1.0):
 @pytest.fixture
 def recorded():
     steps = []
-    with observing(Recorder(steps.append, measure=True)):
+    with observing(Recorder(steps.append, losses=True)):
         yield steps
 
 
 @pytest.mark.parametrize(("level", "scale"), [("O0", 1.0), ("O1", 65536.0), ("O2", 65536.0), ("O3", 1.0)])
-def test_loss_scale_and_gradient_norm(recorded, level, scale):
+def test_loss_and_scale(recorded, level, scale):
     model, optimizer = make(level)
     loss = loss_of(model)
     backward(loss, optimizer)
-    norm = torch.cat([p.grad.float().flatten() for p in amp.master_params(optimizer)]).norm().item()
-    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), norm / 4)
     optimizer.step()
     (step,) = recorded
-    assert (step.step, step.optimizer, step.loss, step.scale) == (1, 0, loss.item(), scale)
-    # The same sum in another order.
-    assert step.grad_norm == pytest.approx(norm, rel=1e-6)
-    assert (step.skipped, step.seconds) == (False, None)
-    assert step.memory > 2**20
+    assert (step.step, step.optimizer, step.loss, step.scale, step.skipped) == (1, 0, loss.item(), scale, False)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
@@ -53,12 +47,10 @@ def test_blocks_accumulate_until_the_step(recorded, level, delay):
     losses = [loss_of(model, 0.5), loss_of(model, 2.0)]
     backward(losses[0], optimizer, delay_unscale=delay)
     backward(losses[1], optimizer)
-    norm = torch.cat([p.grad.float().flatten() for p in amp.master_params(optimizer)]).norm().item()
     optimizer.step()
     (step,) = recorded
     assert step.losses == [loss.item() for loss in losses]
     assert step.loss == sum(step.losses)
-    assert step.grad_norm == pytest.approx(norm, rel=1e-6)
 
 
 def test_an_overflow_is_a_skipped_step_at_the_scale_that_it_had(recorded, capsys):
@@ -69,7 +61,6 @@ def test_an_overflow_is_a_skipped_step_at_the_scale_that_it_had(recorded, capsys
     assert [step.skipped for step in recorded] == [False, True, False]
     assert [step.scale for step in recorded] == [65536.0, 65536.0, 32768.0]
     assert capsys.readouterr().out.count("Gradient overflow") == 1
-    assert [step.seconds is None or step.seconds >= 0 for step in recorded] == [True] * 3
 
 
 def test_a_skip_that_only_the_device_knows_of_is_asked_for(recorded):
@@ -99,24 +90,22 @@ def test_a_block_of_two_optimizers_counts_for_both(recorded):
     for optimizer in optimizers:
         optimizer.step()
     assert recorded[0].loss == recorded[1].loss
-    assert recorded[0].grad_norm != recorded[1].grad_norm
 
 
 def test_a_step_without_a_block_has_no_loss(recorded):
     model, optimizer = make("O0")
     loss_of(model).backward()
     optimizer.step()
-    assert (recorded[0].losses, recorded[0].loss, recorded[0].scale, recorded[0].grad_norm) == ([], None, None, None)
+    assert (recorded[0].losses, recorded[0].loss, recorded[0].scale) == ([], None, None)
 
 
-def test_sparse_gradients_and_losses_with_a_shape(recorded):
+def test_losses_with_a_shape(recorded):
     model, optimizer = make("O1", model=torch.nn.EmbeddingBag(5, 3, sparse=True, mode="sum"))
     loss = model(torch.tensor([[1, 1]])).float()
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.sum().backward()
     optimizer.step()
     assert recorded[0].loss == pytest.approx(loss.mean().item())
-    assert recorded[0].grad_norm == pytest.approx(2 * 3**0.5)
 
 
 def test_a_step_with_a_closure_is_recorded(recorded):
@@ -146,7 +135,7 @@ def test_recording_changes_no_bit(level):
         return [*weights, noise]
 
     alone = train()
-    with observing(Recorder(lambda step: None, measure=True)):
+    with observing(Recorder(lambda step: None, losses=True)):
         watched = train()
     assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
 
@@ -160,7 +149,7 @@ def test_an_exception_of_the_listener_ends_the_script():
 
     before = [p.detach().clone() for p in amp.master_params(optimizer)]
     backward(loss_of(model), optimizer)
-    with observing(Recorder(stop, measure=True)), pytest.raises(SystemExit):
+    with observing(Recorder(stop, losses=True)), pytest.raises(SystemExit):
         optimizer.step()
     after = list(amp.master_params(optimizer))
     assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -1,11 +1,9 @@
 """The precision report as a page, as text and as JSON, and its first sentence."""
 
-import base64
 import html.parser
 import json
 import re
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -26,11 +24,12 @@ class Page(html.parser.HTMLParser):
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.attributes += [(tag, name, value) for name, value in attrs]
-        if tag not in {"meta", "img"}:
+        if tag != "meta":
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
         self.tags.append(tag)
+        self.attributes += [(tag, name, value) for name, value in attrs]
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
@@ -39,27 +38,14 @@ class Page(html.parser.HTMLParser):
         self.text.append(data)
 
 
-def images(page):
-    """The plots of a page, by title: the text of each SVG."""
-    found = {}
-    for tag, name, value in page.attributes:
-        if tag == "img" and name == "alt":
-            title = value
-        if tag == "img" and name == "src":
-            found[title] = base64.b64decode(value.partition("base64,")[2]).decode()
-    return found
-
-
 EVIL = "<script>alert('$x_$')</script>&\"'"
 
 
 def test_names_of_others_are_shown_as_they_are(tmp_path):
-    """Module names, arguments and errors are anybody's: in the page they are text, in the plots too."""
+    """Arguments and errors are anybody's: in the page they are text."""
     report = PrecisionReport(1, argv=["train.py", EVIL])
     report.start()
-    model = nn.Sequential()
-    model.add_module(EVIL, nn.Linear(8, 8))
-    model = amp.initialize(model, opt_level="O1", verbosity=0)
+    model = amp.initialize(nn.Linear(8, 8), opt_level="O1", verbosity=0)
     model(torch.ones(8, 8))
     report.ended_by(ValueError(EVIL))
     report.stop()
@@ -70,19 +56,9 @@ def test_names_of_others_are_shown_as_they_are(tmp_path):
         page.feed(text)
         assert page.open == []
         assert page.tags.count("script") == (text is source)
-        assert EVIL in page.text
+        assert sum(EVIL in one for one in page.text) == 2
     data = re.search(r'<script type="application/json" id="report">(.*)</script>', source, re.S).group(1)
-    assert json.loads(data) == json.loads(json.dumps({**report.facts(), "seconds": json.loads(data)["seconds"]}))
-
-
-def test_without_matplotlib_the_page_has_no_plots(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ampcompat.tools.pictures", None)
-    _, report = train("O1")
-    report.write(tmp_path / "r.html")
-    source = (tmp_path / "r.html").read_text(encoding="utf-8")
-    assert "<img" not in source
-    assert "matplotlib is missing - pip install 'ampcompat[plot]'" in source
-    assert "<td>forward</td><td>float16</td>" in source
+    assert json.loads(data) == json.loads(json.dumps(report.facts()))
 
 
 def test_the_page_needs_nothing_else_and_is_well_formed(tmp_path):
@@ -92,27 +68,28 @@ def test_the_page_needs_nothing_else_and_is_well_formed(tmp_path):
     page = Page()
     page.feed(source)
     assert page.open == []
-    assert not [a for a in page.attributes if a[1] == "href" or (a[2] or "").startswith("http")]
-    assert all(value.startswith("data:") for _, name, value in page.attributes if name == "src")
+    assert not [a for a in page.attributes if a[1] in ("href", "src") or (a[2] or "").startswith("http")]
     assert "url(" not in source
-    assert list(images(page)) == ["Loss scale"]
-    assert "skipped step" in images(page)["Loss scale"]
+    (curve,) = [value for tag, name, value in page.attributes if (tag, name) == ("polyline", "points")]
+    heights = [float(point.partition(",")[2]) for point in curve.split()]
+    assert heights == [0.0, 160.0, 160.0, 160.0]  # 65536, then 32768
+    assert page.tags.count("circle") == 1
     data = re.search(r'<script type="application/json" id="report">(.*)</script>', source, re.S).group(1)
     assert json.loads(data)["steps"] == 4
     assert "Half precision is on: 100.0 % of the FLOPs ran in float16." in "".join(page.text)
     assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
 
 
-def test_json_and_text(tmp_path, monkeypatch):
+def test_json_and_text(tmp_path):
     model, report = train("O2")
-    monkeypatch.setattr("time.monotonic", lambda now=time.monotonic(): now)  # seconds since its start are in it
     report.write(tmp_path / "r.json")
     report.write(tmp_path / "r.txt")
     assert json.loads((tmp_path / "r.json").read_text()) == json.loads(json.dumps(report.facts()))
     text = (tmp_path / "r.txt").read_text()
     assert text == str(report) + "\n"
     assert text.startswith("precision report: opt_level O2, half is float16\n  Half precision is on")
-    assert "float16  938" in text
+    assert re.search(r"^  addmm +forward +float16 +4 +", text, re.MULTILINE)
+    assert re.search(r"^  cast from float32 +forward +float16 +2 *$", text, re.MULTILINE)
 
 
 def test_a_run_that_never_stepped_has_a_report(tmp_path):
@@ -122,16 +99,13 @@ def test_a_run_that_never_stepped_has_a_report(tmp_path):
     assert "amp.initialize was not called" in (tmp_path / "r.html").read_text()
 
 
-def test_script_arguments_date_and_versions(monkeypatch, tmp_path):
+def test_script_arguments_and_versions(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.1"])
     _, report = train("O1")
     monkeypatch.setattr(sys, "argv", ["changed since"])
     facts = report.facts()
     assert (facts["script"], facts["arguments"]) == ("train.py", ["--lr", "0.1"])
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d", facts["date"])
     assert facts["versions"]["torch"] == torch.__version__
-    assert set(facts["versions"]) == {"ampcompat", "torch", "python", "cuda"}
-    assert re.search(r"script +train.py --lr 0.1$", str(report), re.MULTILINE)
     report.write(tmp_path / "r.html")
     assert "train.py --lr 0.1" in (tmp_path / "r.html").read_text()
 

@@ -28,7 +28,7 @@ def test_run_with_both(script, level, half_share, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     assert "wrote the precision report" in done.stdout + done.stderr
     found = json.loads(report.read_text())
-    assert found["setting"]["opt_level"] == level
+    assert found["opt_level"] == level
     if half_share:
         assert found["half_flops_share"] >= half_share
     else:

@@ -1,0 +1,195 @@
+"""From an op, or a tensor that came into a forward, that gave something not finite, to the fault."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ampcompat.tools.core import LEVELS, LossScaler, latest_call
+from ampcompat.tools.dtypes import dtype_name
+from ampcompat.tools.explain.fault import Fault
+from ampcompat.tools.explain.growth import Grown
+from ampcompat.tools.explain.hints import Setting, has_stable_form, hints
+from ampcompat.tools.explain.probe import ARGUMENT, GIVEN, Event
+from ampcompat.tools.explain.replay import Finding
+from ampcompat.tools.frames import ScriptLine
+from ampcompat.tools.tensors import LARGEST
+
+#: The key of gradients that are too large: as the scale falls, they are found in one op after the other.
+GRADIENTS = "gradients"
+#: Functions that only change the dtype.
+_CASTS = ("", "to", "float", "half", "bfloat16", "type", "_to_copy", "copy_")
+
+
+def op_fault(event: Event, finding: Finding, scaler: LossScaler, origin: str, growth: Grown | None) -> Fault:
+    """Describe what was born not finite. Any rank tells it: no other knows its batch.
+
+    Args:
+        event: What was born.
+        finding: Of the replay, or of the watch in the run, that has seen it.
+        scaler: The loss scaler of the backward pass.
+        origin: Where a parameter that is not finite may come from, in words.
+        growth: The weight that the last steps made many times larger, if any.
+    """
+    was_given = event.op in (*GIVEN, ARGUMENT)
+    if was_given:
+        growth = None
+    details = [("pass", "backward" if event.backward else "forward"), ("largest", _largest(event))]
+    if event.spread is not None and event.spread != event.place:
+        details.append(("then", _spread(event)))
+    is_of_growth = growth is not None and not has_stable_form(event)
+    cause = growth.cause if growth is not None and is_of_growth else _cause(event, finding)
+    return Fault(
+        what=_what(event),
+        where=_where(event, finding),
+        cause=cause,
+        key=_key(event, cause, is_of_growth),
+        number=event.value,
+        line=_line(event, finding),
+        details=details,
+        growth=growth,
+        hints=hints(event, _setting(scaler, origin, growth)),
+        note=finding.caveat,
+        facts={
+            "op": event.op,
+            "module": event.place.module,
+            "pass": "backward" if event.backward else "forward",
+            "dtype": dtype_name(event.dtype),
+            "not_finite": event.not_finite,
+            "elements": event.elements,
+        },
+        all_ranks=True,
+    )
+
+
+def _key(event: Event, cause: str, is_of_growth: bool) -> object:
+    if is_of_growth:
+        return cause
+    if event.depends_on_scale:
+        return GRADIENTS
+    return event.op, event.place, event.backward
+
+
+def is_too_large_unscaled(event: Event, scaler: LossScaler) -> bool:
+    """Whether ``event`` is a gradient that float16 does not hold at any loss scale of 1 or more."""
+    if not event.backward or not event.out_of_range or event.value is None:
+        return False
+    return event.value / _scale_of_backward(scaler) > LARGEST
+
+
+def _cause(event: Event, finding: Finding) -> str:
+    """Name the fault in a few words, as in "train.py:18 (conv2d in conv2)"."""
+    if event.op in GIVEN:
+        return f"{event.op} {event.place.module} of {finding.model}, which was not finite"
+    if event.op == ARGUMENT:
+        what = event.given
+    else:
+        inside = f" in {event.place.module}" if event.place.module else ""
+        what = f"{_name(event)}{inside}"
+    line = _line(event, finding)
+    return what if line is None else f"{line.file}:{line.number} ({what})"
+
+
+def _name(event: Event) -> str:
+    """As in "conv2d", "the backward of conv2d", "a gradient"."""
+    function = event.place.function or event.op
+    if not event.backward:
+        return function
+    return "a gradient" if function in _CASTS else f"the backward of {function}"
+
+
+def _line(event: Event, finding: Finding) -> ScriptLine | None:
+    """The script's line; where the model is made of torch's modules alone, the one that called the model."""
+    if event.place.line is not None or event.op in GIVEN:
+        return event.place.line
+    return finding.called_at
+
+
+def _setting(scaler: LossScaler, origin: str, growth: Grown | None) -> Setting:
+    latest = latest_call()
+    half_dtype = None if latest is None else latest.half_dtype
+    level = None if latest is None or half_dtype is None else LEVELS.get(latest.opt_level)
+    return Setting(
+        half="" if half_dtype is None else dtype_name(half_dtype),
+        casts_functions=level is not None and level.patch_torch_functions,
+        casts_weights=level is not None and not level.patch_torch_functions,
+        scale=_scale_of_backward(scaler),
+        dynamic=scaler.dynamic,
+        origin=origin,
+        growth=growth,
+    )
+
+
+def _scale_of_backward(scaler: LossScaler) -> float:
+    """The loss scale before the overflow, which has halved a dynamic one."""
+    scale = float(scaler.loss_scale())
+    return 2 * scale if scaler.dynamic else scale
+
+
+def _what(event: Event) -> str:
+    count = f"{event.not_finite} of {event.elements} values{event.rows}"
+    if event.op in GIVEN:
+        return f"{event.op} {event.place.module or ''} was not finite before the forward: {count}"
+    if event.op == ARGUMENT:
+        return f"{event.given} was not finite before: {count}"
+    dtype = dtype_name(event.dtype)
+    if event.op in ("_to_copy", "copy_") and event.out_of_range:
+        return f"{_cast(event)}: {count}"
+    if event.out_of_range:
+        return f"{_op(event)} left the range of {dtype}: {count}"
+    return f"{_op(event)} gave a result that is not finite, in {dtype}: {count}"
+
+
+def _op(event: Event) -> str:
+    """The function that the script called, and the op where that has another name."""
+    function = event.place.function
+    return f"{function} (aten::{event.op})" if function not in ("", event.op) else f"aten::{event.op}"
+
+
+def _cast(event: Event) -> str:
+    """As in "what relu returned is too large for float16, to which linear casts it"."""
+    source = next((made for made in event.made if made.largest > LARGEST), None)
+    maker = "" if source is None else source.place.function or source.op
+    if event.backward:
+        what = "a gradient"
+    else:
+        what = f"what {maker} returned" if maker else "a value"
+    text = f"{what} is too large for {dtype_name(event.dtype)}"
+    function = event.place.function
+    if event.backward or function in (*_CASTS, maker):
+        return text
+    return f"{text}, to which {function} casts it"
+
+
+def _where(event: Event, finding: Finding) -> str:
+    place = event.place
+    if event.op in GIVEN:
+        return finding.model
+    if place.module is None:
+        return f"outside of any module{f' (after {finding.model})' if finding.model else ''}"
+    inside = f"{place.module} ({place.kind})" if place.module else f"{place.kind} itself"
+    return f"{inside}, in {finding.model}" if place.module and finding.model else inside
+
+
+def _spread(event: Event) -> str:
+    """Where what was infinite became NaN."""
+    place = event.spread or event.place
+    spot = " outside of any module" if place.module is None else f" of {place.module or place.kind}"
+    op = f"{place.function}()" if place.function else "an op"
+    return f"became NaN in {op}{spot}"
+
+
+def _largest(event: Event) -> str:
+    value = event.value
+    if value is None:
+        return "not known: the op does not compute in float32"
+    if not math.isfinite(value):
+        is_given = event.op in (*GIVEN, ARGUMENT)
+        name = "NaN" if math.isnan(value) else "inf"
+        return name if is_given else f"{name}, in float32 too with these inputs"
+    if event.dtype == torch.float16 and value <= LARGEST:
+        return f"{value:.6g} in float32: something on the way left the range of float16"
+    if event.dtype == torch.float16:
+        return f"{value:.6g} (float16 ends at {LARGEST:g})"
+    return f"{value:.6g} ({dtype_name(event.dtype)} ends at {torch.finfo(event.dtype).max:.3g})"

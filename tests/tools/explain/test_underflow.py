@@ -1,0 +1,76 @@
+"""A loss scale so low that gradients vanish in half stalls a run without an overflow: the verdict says so."""
+
+import re
+
+import pytest
+import torch
+from amp_training import last_words, make_step
+from torch import nn
+
+from ampcompat import amp
+from ampcompat.tools.explain import explain_overflows
+
+
+def verdict(level, scale=None, steps=60, factor=1e-3, at=0, **options):
+    """Train; the scale is restored from a checkpoint before the step numbered ``at``."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    explain_overflows()
+    for step in range(steps):
+        if step == at and scale is not None:
+            amp.load_state_dict({"loss_scaler0": {"loss_scale": scale, "unskipped": 0}})
+        optimizer.zero_grad()
+        make_step(optimizer, model(torch.randn(4, 8)).float().mean() * factor)
+    return last_words()[-1]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("at", [0, 40])
+def test_a_scale_that_a_checkpoint_brought(level, at):
+    found = verdict(level, 2.0**-24, at=at)
+    since = "from the first step on" if at == 0 else f"since step {at + 1}"
+    assert re.search(
+        r"^none of 60 steps was skipped, but \d+ % of the gradients of step 60 were 0 in float16: the loss scale was"
+        rf" 5\.96046e-08 {since}, too low for them \(a new dynamic one begins at 65536\)\.$",
+        found.head,
+    ), found.head
+    assert found.content["underflow"]["since"] == at + 1
+    assert found.content["underflow"]["scale"] == 2.0**-24
+    assert 0.5 < found.content["underflow"]["share"] <= 1
+
+
+def test_a_static_scale_of_one_under_small_losses():
+    found = verdict("O3", factor=1e-6)
+    assert "of the gradients of step 60 were 0 in float16" in found.head
+    assert "the loss scale was 1 from the first step on" in found.head
+
+
+@pytest.mark.parametrize(
+    ("level", "options"),
+    [
+        ("O1", {}),
+        ("O2", {}),
+        ("O3", {"factor": 1.0}),  # at a scale of 1, with gradients of a usual size
+        ("O0", {"factor": 1e-9}),
+        ("O5", {"factor": 1e-9}),  # bfloat16 reaches as far as float32
+        ("O2", {"scale": 0.5, "factor": 1.0}),
+        ("O2", {"factor": 0.0}),  # a gradient of zero is none that is too small
+    ],
+)
+def test_healthy_runs_are_left_alone(level, options):
+    assert verdict(level, **options).head == "none of 60 steps was skipped."
+
+
+def test_zeros_of_an_embedding_are_no_underflow():
+    """Rows that no batch has read have no gradient at any scale."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(500, 8), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=1.0)
+    explain_overflows()
+    for _ in range(8):
+        optimizer.zero_grad()
+        make_step(optimizer, model(torch.tensor([1, 2])).float().mean())
+    assert last_words()[-1].head == "none of 8 steps was skipped."
