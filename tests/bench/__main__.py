@@ -63,12 +63,15 @@ def main():
     )
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="folder of the page; not with --only")
     given = parser.parse_args()
+    names = given.only or [name for name in SECTIONS if name != "original" or given.apex]
     if given.apex:
         os.environ[ORIGINAL] = os.pathsep.join(map(os.path.abspath, given.apex))
+    elif "original" in names:
+        parser.error("original: name a checkout of NVIDIA/apex by --apex")
     if not KEEP_MEMORY.items() <= os.environ.items():
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **KEEP_MEMORY})
     torch.set_num_threads(1)
-    found = _measured(given.only or SECTIONS, given.device, given.quick)
+    found = _measured(names, given.device, given.quick)
     if given.only:
         sys.stdout.write(_page(given, found, ""))
         return

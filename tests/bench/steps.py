@@ -1,12 +1,11 @@
 """Sections on whole training steps, as ratios of variants that take turns."""
 
-import os
 import random
 from dataclasses import dataclass, field
 
 import torch
 
-from . import hardware, report, workers
+from . import hardware, report
 from .loops import Case
 from .models import LARGE, MODELS, NATIVE
 from .report import Section
@@ -244,9 +243,6 @@ BESIDE += (Pair("O1", "native"), Pair("O2", "hand-written masters"))
 
 def original(device, quick):
     """Steps of the original and of ampcompat, each variant and each case in a process of its own."""
-    text = "## Beside the original\n\n"
-    if workers.ORIGINAL not in os.environ:
-        return Section(text + "Not measured: it needs `--apex`.\n")
     cases = [
         Case("BERT-base-like", torch.float16, "AdamW", device=device),
         Case("ResNet-50-like", torch.float16, "SGD", device=device),
@@ -259,7 +255,10 @@ def original(device, quick):
         found.counts |= one.counts
         for pair in BESIDE:
             found.ratios[pair] |= one.ratios[pair]
-    text += "Medians of ratios turn by turn, quartiles in brackets; milliseconds are native's best turn.\n\n"
+    text = (
+        "## Beside the original\n\nMedians of ratios turn by turn, quartiles in brackets; milliseconds are native's"
+        " best turn.\n\n"
+    )
     heads = ["case", "native, ms", *(pair.title for pair in BESIDE)]
     text += report.table(heads, [*rows_of(found, "native", BESIDE), means_of(found, BESIDE)])
     return Section(text + "\n### Counts per step\n\n" + _counts(found))
