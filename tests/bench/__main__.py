@@ -9,13 +9,14 @@ from pathlib import Path
 import torch
 
 from . import compiled, footprint, hardware, own_cost, report, rules, steps
-from .workers import KEEP_MEMORY
+from .workers import KEEP_MEMORY, ORIGINAL
 
 #: name -> function of (device, quick) that returns a Section, in the page's order
 SECTIONS = {
     "native": steps.native,
     "native16": steps.native16,
     "small": steps.small,
+    "original": steps.original,
     "own": own_cost.warm,
     "cold": own_cost.cold,
     "once": footprint.section,
@@ -54,12 +55,23 @@ def main():
     parser.add_argument("--quick", action="store_true", help="fewer cases and turns")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help=f"of {', '.join(SECTIONS)}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument(
+        "--apex",
+        nargs="+",
+        metavar="FOLDER",
+        help="for `original`: a checkout of NVIDIA/apex that this torch runs, and the folder of its compiled amp_C",
+    )
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="folder of the page; not with --only")
     given = parser.parse_args()
+    names = given.only or [name for name in SECTIONS if name != "original" or given.apex]
+    if given.apex:
+        os.environ[ORIGINAL] = os.pathsep.join(map(os.path.abspath, given.apex))
+    elif "original" in names:
+        parser.error("original: name a checkout of NVIDIA/apex by --apex")
     if not KEEP_MEMORY.items() <= os.environ.items():
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **KEEP_MEMORY})
     torch.set_num_threads(1)
-    found = _measured(given.only or SECTIONS, given.device, given.quick)
+    found = _measured(names, given.device, given.quick)
     if given.only:
         sys.stdout.write(_page(given, found, ""))
         return

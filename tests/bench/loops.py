@@ -1,5 +1,6 @@
 """Training steps: hand-written ones, and the same step with ampcompat at each level."""
 
+import importlib
 from dataclasses import dataclass
 
 import torch
@@ -37,13 +38,16 @@ class Case:
 def make_step(variant, case, model, x, y):
     """A function that makes one training step of ``model`` on ``x`` and ``y``.
 
-    Variants: levels; "hand-written masters", a half model and its float32 copies, which accumulates gradients in half;
-    "hand-written, float32 sums", the same but that it accumulates them in float32, as ampcompat and apex do; "native",
-    torch's own casts; "native, same casts", the same loop with ampcompat's rules registered; "fp32"; "fp32 again", the
-    same in another process: how far the two differ is what a table of such ratios cannot resolve.
+    Variants: levels; "apex O2" and the like, the same of the original; "hand-written masters", a half model and its
+    float32 copies, which accumulates gradients in half; "hand-written, float32 sums", the same but that it accumulates
+    them in float32, as ampcompat and apex do; "native", torch's own casts; "native, same casts", the same loop with
+    ampcompat's rules registered; "fp32"; "fp32 again", the same in another process: how far the two differ is what a
+    table of such ratios cannot resolve.
     """
-    if variant.startswith("O"):
-        step = _with_amp(variant, case, model, x, y)
+    if variant.startswith("apex "):
+        step = _with_amp(importlib.import_module("apex.amp"), variant.removeprefix("apex "), case, model, x, y)
+    elif variant.startswith("O"):
+        step = _with_amp(amp, variant, case, model, x, y)
     elif variant.startswith("hand-written"):
         step = _with_masters(case, model, x, y, float32_sums="float32 sums" in variant)
     else:
@@ -130,7 +134,8 @@ def _with_masters(case, model, x, y, float32_sums):
     return step
 
 
-def _with_amp(level, case, model, x, y):
+def _with_amp(amp, level, case, model, x, y):
+    """``amp``: ampcompat's, or the original's, which knows no O4 and O5."""
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
     options = {}
     if case.dtype == torch.bfloat16:

@@ -236,6 +236,34 @@ def small(device, quick):
     return Section(text, summary, bars)
 
 
+# -- beside the original -----------------------------------------------------------------------------------------------
+BESIDE = tuple(Pair(level, f"apex {level}") for level in ("O0", "O1", "O2", "O3"))
+BESIDE += (Pair("O1", "native"), Pair("O2", "hand-written masters"))
+
+
+def original(device, quick):
+    """Steps of the original and of ampcompat, each variant and each case in a process of its own."""
+    cases = [
+        Case("BERT-base-like", torch.float16, "AdamW", device=device),
+        Case("ResNet-50-like", torch.float16, "SGD", device=device),
+        Case("many small", torch.float16, "AdamW", device=device),
+    ]
+    found = Measured(ratios={pair: {} for pair in BESIDE})
+    for case in cases:  # the original wraps torch's functions once more with each initialize at O1
+        one = measure([case], BESIDE, *_rounds_and_turns(device, quick))
+        found.times |= one.times
+        found.counts |= one.counts
+        for pair in BESIDE:
+            found.ratios[pair] |= one.ratios[pair]
+    text = (
+        "## Beside the original\n\nMedians of ratios turn by turn, quartiles in brackets; milliseconds are native's"
+        " best turn.\n\n"
+    )
+    heads = ["case", "native, ms", *(pair.title for pair in BESIDE)]
+    text += report.table(heads, [*rows_of(found, "native", BESIDE), means_of(found, BESIDE)])
+    return Section(text + "\n### Counts per step\n\n" + _counts(found))
+
+
 def _counts(found):
     rows, names = [], []
     for case, counts in found.counts.items():

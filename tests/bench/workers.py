@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import random
 import statistics
+import sys
 import traceback
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,8 @@ from tests.internals import reset
 from . import hardware, loops, models
 
 TURN = 0.02  # seconds of work per turn
+#: Of a process of the original: folders with it and with its compiled extension, separated as in ``PATH``.
+ORIGINAL = "BENCH_ORIGINAL"
 #: glibc keeps what is freed, as torch's allocator does on a GPU. Else a third of a step may be page faults, more in one
 #: process and less in the next, by what it happened to allocate before.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**28)}
@@ -79,6 +82,8 @@ def _make_step(variant, case):
 def serve(pipe, variant):
     """A worker: builds the cases it is sent, and makes steps when asked."""
     torch.set_num_threads(1)
+    if variant.startswith("apex "):
+        sys.path[:0] = os.environ[ORIGINAL].split(os.pathsep)
     step = case = make = None
     while True:
         what, given = pipe.recv()
