@@ -197,8 +197,9 @@ def unscale_and_check_(grads: list[torch.Tensor], found_inf: torch.Tensor, inver
 
 
 def inverse_of(number: torch.Tensor) -> torch.Tensor:
-    """1 / ``number``. At O1 ``reciprocal`` is an op of the float list; this one, for lists, goes through no rule."""
-    return torch._foreach_reciprocal([number])[0]
+    """1 / ``number``. At O1 ``reciprocal`` is an op of the float list, whose rule would take longer than the op."""
+    with torch._C._DisableAutocast():
+        return number.reciprocal()
 
 
 def host_value(number: torch.Tensor) -> float | None:

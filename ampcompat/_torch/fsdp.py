@@ -129,7 +129,7 @@ class ShardedUnit:
                 return True
         return False
 
-    def unsynced_gradients(self, params: set[int]) -> list[torch.Tensor]:
+    def unreduced_gradients(self, params: set[int]) -> list[torch.Tensor]:
         """The gradients of ``params`` (ids) that earlier backward passes have kept from the other ranks."""
         found: list[torch.Tensor] = []
         for group in self._groups:
@@ -145,8 +145,8 @@ class ShardedUnit:
                     found.append(unsharded.grad)
         return [local_part(grad) for grad in found]
 
-    def drop_unsynced_gradients(self, params: set[int]) -> None:
-        """Forget what :meth:`unsynced_gradients` returns."""
+    def drop_unreduced_gradients(self, params: set[int]) -> None:
+        """Forget what :meth:`unreduced_gradients` returns."""
         for group in self._groups:
             for param in group.fsdp_params:
                 if id(param.sharded_param) in params:

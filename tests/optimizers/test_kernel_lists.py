@@ -98,7 +98,7 @@ class TestHelpers:
         assert len(lists.calls) == 2
 
     def test_lists_of_unequal_length_are_refused(self):
-        with pytest.raises(RuntimeError, match="same number of tensors"):
+        with pytest.raises(ValueError, match="longer than argument 1"):
             _torch.foreach_copy_([torch.zeros(2)], [torch.ones(2), torch.ones(2)])
 
 

@@ -90,12 +90,12 @@ def _scalers_of(module: torch.nn.Module) -> list[Any]:
 class _Ddp(Adapter):
     """DDP, which keeps gradients on their rank in ``no_sync``."""
 
-    def defers_sync(self, leaves: Sequence[torch.Tensor]) -> bool:
+    def defers_reduction(self, leaves: Sequence[torch.Tensor]) -> bool:
         return _hold_any(
             leaves, [wrapper for wrapper in state.models.ddp or () if not wrapper.require_backward_grad_sync]
         )
 
-    def leaves_sync_to_script(self, leaves: Sequence[torch.Tensor]) -> bool:
+    def leaves_reduction_to_script(self, leaves: Sequence[torch.Tensor]) -> bool:
         wrappers = state.models.ddp or ()
         return _hold_any(leaves, [wrapper for wrapper in wrappers if _is_left_to_script(wrapper)])
 

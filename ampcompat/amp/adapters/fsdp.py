@@ -122,18 +122,18 @@ def apply(changes: list[Change]) -> None:
 class _Fsdp(Adapter):
     """``fully_shard``: its units keep gradients that are not reduced yet, and each rank sees its own shards alone."""
 
-    def defers_sync(self, leaves: Sequence[torch.Tensor]) -> bool:
+    def defers_reduction(self, leaves: Sequence[torch.Tensor]) -> bool:
         ids = set(map(id, leaves))
         return any(unit.holds_back(ids) for unit in _units())
 
-    def unsynced_gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def unreduced_gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         ids = set(map(id, leaves))
-        return [grad for unit in _units() for grad in unit.unsynced_gradients(ids)]
+        return [grad for unit in _units() for grad in unit.unreduced_gradients(ids)]
 
-    def drop_unsynced_gradients(self, leaves: Sequence[torch.Tensor]) -> None:
+    def drop_unreduced_gradients(self, leaves: Sequence[torch.Tensor]) -> None:
         ids = set(map(id, leaves))
         for unit in _units():
-            unit.drop_unsynced_gradients(ids)
+            unit.drop_unreduced_gradients(ids)
 
     def combined_flag(self, flag: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         meshes = _torch.meshes_of(tensors)

@@ -22,19 +22,19 @@ class Adapter:
     (:func:`use`). Where there is any, gradients are looked at by their local parts.
     """
 
-    def defers_sync(self, leaves: Sequence[torch.Tensor]) -> bool:
+    def defers_reduction(self, leaves: Sequence[torch.Tensor]) -> bool:
         """Whether gradients of any of ``leaves`` stay on this rank until a later backward pass (``no_sync``)."""
         return False
 
-    def leaves_sync_to_script(self, leaves: Sequence[torch.Tensor]) -> bool:
+    def leaves_reduction_to_script(self, leaves: Sequence[torch.Tensor]) -> bool:
         """Whether the script averages the gradients of any of ``leaves`` by itself (``disable_allreduce``)."""
         return False
 
-    def unsynced_gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def unreduced_gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The scaled gradients of ``leaves`` that the wrapper keeps, and not ``p.grad``, until a later pass."""
         return []
 
-    def drop_unsynced_gradients(self, leaves: Sequence[torch.Tensor]) -> None:
+    def drop_unreduced_gradients(self, leaves: Sequence[torch.Tensor]) -> None:
         """Forget those."""
 
     def combined_flag(self, flag: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -18,7 +18,7 @@ from ampcompat.amp.scaling.unscaling import (
     clear_in_model,
     clear_partly_unscaled,
     drop_cleared,
-    drop_unsynced,
+    drop_unreduced,
     unscale_new,
 )
 
@@ -59,8 +59,8 @@ def prepare_masters(optimizer: Optimizer) -> None:
         return
     if not state.open_blocks:
         for pending in pending_in(stash.leaves):
-            if pending.is_unsynced:
-                warn_of("unsynced gradients read")
+            if pending.is_unreduced:
+                warn_of("unreduced gradients read")
             else:
                 end_pending(pending)
     align_written(stash.leaves.masters)
@@ -73,7 +73,7 @@ def note_cleared(ids: set[int]) -> None:
         gradients.saved = {param: grad for param, grad in gradients.saved.items() if id(param) not in ids}
     for pending in list(state.pending):
         if pending.leaves.ids() <= ids:
-            drop_unsynced(pending.leaves)
+            drop_unreduced(pending.leaves)
             state.pending.remove(pending)
     for optimizer in state.optimizers.listed():
         stash: OptimizerState = optimizer._amp_stash

@@ -127,7 +127,7 @@ class Block(OpenBlock):
         if state.open_blocks:
             _refuse_inside_another(self)
         if state.pending:
-            _refuse_part_of_unsynced(self)
+            _refuse_part_of_unreduced(self)
         if state.observers:
             notify("on_scale_loss", self.loss, self.scalers[0], self.optimizers)
             notify("on_block", self)
@@ -225,7 +225,7 @@ class Block(OpenBlock):
         stays_scaled = False
         try:
             if not self.is_plain:
-                stays_scaled = self.delay or (bool(state.adapters) and self._waits_for_sync())
+                stays_scaled = self.delay or (bool(state.adapters) and self._waits_for_reduction())
                 if stays_scaled:
                     self._leave_pending()
                 else:
@@ -240,10 +240,12 @@ class Block(OpenBlock):
             if not stays_scaled:
                 notify("on_gradients", self.scalers[0], self.optimizers)
 
-    def _waits_for_sync(self) -> bool:
+    def _waits_for_reduction(self) -> bool:
         """Whether the gradients have yet to be averaged over processes, by a wrapper of the model or by the script."""
         leaves = self.leaves.tensors()
-        return any(adapter.defers_sync(leaves) or adapter.leaves_sync_to_script(leaves) for adapter in state.adapters)
+        return any(
+            adapter.defers_reduction(leaves) or adapter.leaves_reduction_to_script(leaves) for adapter in state.adapters
+        )
 
     @_torch.without_grad
     def _unscale(self) -> None:
@@ -275,9 +277,9 @@ class Block(OpenBlock):
     def _leave_pending(self) -> None:
         """Leave the gradients scaled, to a later block or to the step."""
         leaves = self.leaves.tensors()
-        is_unsynced = any(adapter.defers_sync(leaves) for adapter in state.adapters)
+        is_unreduced = any(adapter.defers_reduction(leaves) for adapter in state.adapters)
         scale = self.scalers[0].scale_on() if self.scale is None else self.scale
-        state.pending.append(Pending(self.leaves, self.scalers, scale, self.saved, is_unsynced))
+        state.pending.append(Pending(self.leaves, self.scalers, scale, self.saved, is_unreduced))
 
     # -- exit, after an exception --------------------------------------------------------------------------------------
     def _undo(self, error: BaseException | None) -> None:
@@ -303,11 +305,11 @@ class Block(OpenBlock):
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
-def _refuse_part_of_unsynced(block: OpenBlock) -> None:
+def _refuse_part_of_unreduced(block: OpenBlock) -> None:
     """Refuse a block that has some of the tensors of a ``no_sync`` pass, whose gradients it could not average."""
     ids = block.leaves.ids()
     for pending in pending_in(block.leaves):
-        if pending.is_unsynced and not pending.leaves.ids() <= ids:
+        if pending.is_unreduced and not pending.leaves.ids() <= ids:
             raise RuntimeError(
                 "scale_loss of some of the optimizers whose gradients no_sync() has left on this process - the rest"
                 " would never be averaged - give the block all of them: amp.scale_loss(loss, [optimizer_a,"

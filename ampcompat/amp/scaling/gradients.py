@@ -88,10 +88,10 @@ class Pending(ScaledGradients):
     They are in ``p.grad``, but for FSDP2's gradients of ``set_requires_gradient_sync(False)``, which it keeps itself.
 
     Attributes:
-        is_unsynced: Whether a wrapper of the model has yet to average them over processes.
+        is_unreduced: Whether a wrapper of the model has yet to average them over processes.
     """
 
-    is_unsynced: bool = False
+    is_unreduced: bool = False
 
 
 def pending_in(leaves: Leaves) -> list[Pending]:

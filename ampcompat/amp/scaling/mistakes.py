@@ -28,7 +28,7 @@ _MISTAKES = {
     " has added to (a generator's loss reaches the discriminator) - what it has added is still multiplied by the loss"
     " scale - step before that block, give the block both optimizers: `with amp.scale_loss(loss, [optimizer_a,"
     " optimizer_b])`, or freeze what the loss is not to train: requires_grad_(False).",
-    "unsynced gradients read": "amp.master_params while gradients of no_sync() wait for the other processes - they are"
+    "unreduced gradients read": "amp.master_params while gradients of no_sync() wait for the other processes - they are"
     " still multiplied by the loss scale, so that a clip or a norm is wrong - clip after the block that averages them.",
     "plain gradients dropped": "A scale_loss block with half weights that have gradients already, which no block of"
     " their optimizer gave (of a loss.backward() before it?) - master weights (O2, O5) take gradients of blocks alone,"

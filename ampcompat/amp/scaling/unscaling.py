@@ -92,7 +92,7 @@ def rescale(gradients: Pending, scaler: LossScaler) -> None:
     if state.adapters:
         scaled = list(map(_torch.local_part, scaled))
     for adapter in state.adapters:
-        scaled += adapter.unsynced_gradients(tensors)
+        scaled += adapter.unreduced_gradients(tensors)
     with torch.no_grad():
         for grad in scaled:
             grad.mul_(_ratio(scaler, before, grad.device))
@@ -317,13 +317,13 @@ def clear_in_model(leaves: Leaves) -> None:
     """Clear the gradients of ``leaves`` in the model, and those that a wrapper keeps for a later backward pass."""
     for leaf in leaves.tensors():
         leaf.grad = None
-    drop_unsynced(leaves)
+    drop_unreduced(leaves)
 
 
-def drop_unsynced(leaves: Leaves) -> None:
+def drop_unreduced(leaves: Leaves) -> None:
     """Drop the gradients of ``leaves`` that a wrapper keeps for a later backward pass."""
     for adapter in state.adapters:
-        adapter.drop_unsynced_gradients(leaves.tensors())
+        adapter.drop_unreduced_gradients(leaves.tensors())
 
 
 # -- what gradients hold -----------------------------------------------------------------------------------------------

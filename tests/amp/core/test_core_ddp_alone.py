@@ -43,7 +43,7 @@ def test_after_no_sync_blocks_at_a_scale_of_one_stay_plain():
         scaled.backward()
 
 
-def test_a_block_of_some_of_the_unsynced_tensors_is_refused():
+def test_a_block_of_some_of_the_unreduced_tensors_is_refused():
     model = net()
     pair = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.a, model.b)]
     model, pair = amp.initialize(model, pair, opt_level="O1", loss_scale=128.0, verbosity=0)

@@ -323,7 +323,7 @@ def test_a_block_whose_exit_raises_is_closed(level, capsys):
     class Failing(Adapter):
         fails = True
 
-        def defers_sync(self, leaves):
+        def defers_reduction(self, leaves):
             if type(self).fails:
                 raise KeyboardInterrupt
             return False
