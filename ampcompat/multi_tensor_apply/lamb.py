@@ -25,12 +25,13 @@ def multi_tensor_lamb(
     weight_decay: float,
     grad_averaging: int,
     mode: int,
-    global_grad_norm: Tensor,
+    global_grad_norm: float | Tensor,
     max_grad_norm: float,
     use_nvlamb_python: bool | None = False,
 ) -> None:
     """Apply LAMB to ``[grads, params, exp_avgs, exp_avg_sqs]``; ``mode`` 1 decouples the weight decay.
 
+    ``global_grad_norm`` is a tensor of one element, or a number, as in apex before 2020.
     Reproduces ``csrc/multi_tensor_lamb.cu: multi_tensor_lamb_cuda``, which left its update in the gradients' memory:
     here it is rounded to their dtype, and the gradients stay.
     """
@@ -52,7 +53,7 @@ def multi_tensor_lamb(
                 exp_avgs,
                 exp_avg_sqs,
                 hyper,
-                global_grad_norm=global_grad_norm.reshape(()),
+                global_grad_norm=number_on(params[0].device, global_grad_norm),
                 max_grad_norm=max_grad_norm,
                 use_nvlamb=bool(use_nvlamb_python),
                 update_dtypes=[grad.dtype for grad in tensor_lists[0]],

@@ -292,12 +292,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load as torch's does, but keep float32 state of half params, where torch rounds it to their dtype."""
         super().load_state_dict(state_dict)
-        keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        for key, param in zip(keys, params, strict=True):
-            for name, value in state_dict["state"].get(key, {}).items():
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    self.state[param][name] = value.to(param.device, self._state_dtype(name, param), copy=True)
+        load_state_in(self, state_dict, self._state_dtype)
         for group in self.param_groups:
             self._load_group(group)
 
@@ -312,6 +307,24 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, object]) -> None:
         self._steps = StepCounts()
         super().__setstate__(state)
+
+
+def load_state_in(
+    optimizer: torch.optim.Optimizer, state_dict: StateDict, dtype_of: Callable[[str, Tensor], torch.dtype]
+) -> None:
+    """Load floating state once more, in dtypes of its own: torch's loader has rounded it to that of the param.
+
+    Args:
+        optimizer: It has loaded ``state_dict``.
+        state_dict: What it loaded.
+        dtype_of: The dtype of state, from its name and its param.
+    """
+    keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for key, param in zip(keys, params, strict=True):
+        for name, value in state_dict["state"].get(key, {}).items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                optimizer.state[param][name] = value.to(param.device, dtype_of(name, param), copy=True)
 
 
 def evaluated(closure: Callable[[], R] | None) -> R | None:

@@ -271,9 +271,13 @@ def test_a_step_of_its_own_is_skipped_after_an_overflow(level):
 class LambByHand(FusedLAMB):
     """A copy of apex's step in a subclass: a norm of all gradients, then one kernel for each group."""
 
+    norm_is_a_number = False
+
     def step(self, closure=None):
         grads = [p.grad for group in self.param_groups for p in group["params"]]
         norm = multi_tensor_applier(self.multi_tensor_l2norm, self._dummy_overflow_buf, [grads], False)[0]
+        if self.norm_is_a_number:
+            norm = norm.item()
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             params = group["params"]
@@ -300,9 +304,12 @@ class LambByHand(FusedLAMB):
 
 
 @dtypes
-def test_a_subclass_of_lamb(dtype):
+@pytest.mark.parametrize("norm_is_a_number", [False, True], ids=["tensor", "number"])
+def test_a_subclass_of_lamb(dtype, norm_is_a_number):
+    """The norm is a tensor; in copies of 2019 it is a number."""
     ours, theirs = make_params(dtype), make_params(dtype)
     first, second = LambByHand(ours, lr=0.05), FusedLAMB(theirs, lr=0.05)
+    first.norm_is_a_number = norm_is_a_number
     for step in range(4):
         for p, q, grad in zip(ours, theirs, make_grads(step, dtype), strict=True):
             p.grad, q.grad = grad, grad.clone()

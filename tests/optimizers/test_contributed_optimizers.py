@@ -67,7 +67,7 @@ def test_adam_is_the_rule_of_the_extension(dtype, corrected, inside):
     """Positions of the contributed class: the third argument corrects biases, the sixth puts eps under the root."""
     params, bare = make_params(dtype), [p.detach() for p in make_params(dtype)]
     optimizer = FusedAdam(params, 0.05, corrected, (0.8, 0.99), 1e-3, inside, 0.1)
-    m, v = ([torch.zeros_like(p) for p in bare] for _ in range(2))
+    m, v = ([torch.zeros_like(p, dtype=torch.float32) for p in bare] for _ in range(2))
     none = torch.tensor([])
     for step in (1, 2, 3):
         grads = make_grads(step, dtype)
@@ -79,7 +79,23 @@ def test_adam_is_the_rule_of_the_extension(dtype, corrected, inside):
             fused_adam_cuda.adam(p, none, first, second, grad, *numbers)
     same(params, bare)
     assert [optimizer.state[p]["step"] for p in params] == [3, 3]
-    assert optimizer.state[params[0]]["exp_avg"].dtype == dtype
+    for name, moments in (("exp_avg", m), ("exp_avg_sq", v)):
+        same([optimizer.state[p][name] for p in params], moments)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_small_gradients_of_half_params_move_them_as_large_ones_do(dtype):
+    """Their squares are below the smallest float16: a second moment in it would be 0, and a step 30 times too long."""
+    params = [torch.nn.Parameter(torch.zeros(3, dtype=dtype)) for _ in range(2)]
+    optimizer = FusedAdam(params, lr=0.25, eps=0.0)
+    for _ in range(4):
+        give(params, [torch.full((3,), value, dtype=dtype) for value in (1.0, 2.0**-14)])
+        optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer = FusedAdam(params, lr=0.25, eps=0.0)
+        optimizer.load_state_dict(saved)
+    assert torch.equal(*params)
+    assert {optimizer.state[p][name].dtype for p in params for name in ("exp_avg", "exp_avg_sq")} == {torch.float32}
 
 
 def test_decay_is_never_turned_off_by_position():

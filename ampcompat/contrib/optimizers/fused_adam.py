@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import StateDict
 
 from ampcompat import fused_adam_cuda
 from ampcompat._types import ParamGroup, Params
 from ampcompat.contrib.optimizers._arguments import OfParams, Row, rows_of
+from ampcompat.multi_tensor_apply._working import math_dtype
+from ampcompat.multi_tensor_apply.lists import number_on
 from ampcompat.multi_tensor_apply.norms import multi_tensor_l2norm
-from ampcompat.optimizers._base import evaluated, refuse_unsupported
+from ampcompat.optimizers._base import evaluated, load_state_in, refuse_unsupported
 
 __all__ = ["FusedAdam"]
 
@@ -38,7 +41,8 @@ class FusedAdam(torch.optim.Optimizer):
         use_mt: Without effect: many tensors are always updated at once.
         amp_scale_adjustment: Without effect: the loss scale is amp's.
 
-    State: ``step``, ``exp_avg``, ``exp_avg_sq`` a param, the moments in its dtype.
+    State: ``step``, ``exp_avg``, ``exp_avg_sq`` a param, the moments float32 for half params too. apex's took no half
+    params.
 
     Raises:
         RuntimeError: ``amsgrad=True``.
@@ -120,8 +124,7 @@ class FusedAdam(torch.optim.Optimizer):
         grads = [row.grad for row in rows]
         if norm is None:
             norm = multi_tensor_l2norm(0, torch.zeros(1, dtype=torch.int32, device=grads[0].device), [grads])[0]
-        norm = torch.as_tensor(norm, dtype=torch.float32, device=grads[0].device).reshape(())
-        excess = (norm / scale + 1e-6) / max_norm
+        excess = (number_on(grads[0].device, norm) / scale + 1e-6) / max_norm
         return torch.where(excess > 1, excess, 1.0) * scale
 
     def _update_group(self, group: ParamGroup, rows: list[Row], divisor: float | Tensor) -> None:
@@ -130,11 +133,11 @@ class FusedAdam(torch.optim.Optimizer):
             state = self.state[row.param]
             if not state:
                 state["step"] = 0
-                state["exp_avg"] = torch.zeros_like(row.param)
-                state["exp_avg_sq"] = torch.zeros_like(row.param)
+                state["exp_avg"] = torch.zeros_like(row.param, dtype=math_dtype(row.param.dtype))
+                state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
             state["step"] += 1
-            is_wide = row.param.dtype == torch.float64
-            alike.setdefault((state["step"], row.param.device, is_wide, row.output is not None), []).append(row)
+            kind = (state["step"], row.param.device, math_dtype(row.param.dtype), row.output is not None)
+            alike.setdefault(kind, []).append(row)
         for chosen in alike.values():
             self._update(group, chosen, divisor)
 
@@ -164,6 +167,11 @@ class FusedAdam(torch.optim.Optimizer):
             1 if group["bias_correction"] else 0,
             group["weight_decay"],
         )
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load as torch's does, but keep float32 moments of half params, where torch rounds them to their dtype."""
+        super().load_state_dict(state_dict)
+        load_state_in(self, state_dict, lambda _, param: math_dtype(param.dtype))
 
     def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "eps_mode": self.eps_mode}

@@ -12,6 +12,7 @@ from torch.optim.optimizer import required
 from ampcompat import optimizers
 from ampcompat._types import ParamGroup, Params
 from ampcompat.contrib.optimizers._arguments import OfParams, Row, rows_of
+from ampcompat.multi_tensor_apply._working import math_dtype
 from ampcompat.optimizers._base import evaluated
 
 __all__ = ["FusedSGD"]
@@ -85,8 +86,8 @@ class FusedSGD(optimizers.FusedSGD):
             alike: dict[object, list[Row]] = {}
             for row in rows:
                 is_first = "momentum_buffer" not in self.state[row.param]
-                is_wide = row.param.dtype == torch.float64
-                alike.setdefault((is_first, row.param.device, is_wide, row.output is not None), []).append(row)
+                kind = (is_first, row.param.device, math_dtype(row.param.dtype), row.output is not None)
+                alike.setdefault(kind, []).append(row)
             for chosen in alike.values():
                 self._update_rows(group, chosen, scale)
         return loss
