@@ -75,7 +75,8 @@ def assert_opt_level_parity(
     runs = run_all([Level(level) for level in dict.fromkeys((reference, *levels))], run)
     results = judge(runs, tolerance)
     if not passed(results[1:]):
-        raise AssertionError(f"losses differ from those at {reference}\n\n{table(results, tolerance)}")
+        told = f"losses differ from those at {reference}"
+        raise AssertionError("\n\n".join([told, table(results, tolerance)]))
     return {run.level.opt_level: [loss for loss in run.losses if loss is not None] for run in runs}
 
 
