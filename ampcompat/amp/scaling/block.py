@@ -118,6 +118,7 @@ class Block(OpenBlock):
         casts = state.casts
         if casts.device_types and torch.is_autocast_enabled(casts.device_types[0]) != (casts.ambient is not None):
             assert_ambience()
+        # Which tensors, and what is to be done about them?
         for optimizer in self.optimizers:
             optimizer._amp_stash.look_up(optimizer)
         only_one = len(self.optimizers) == 1
@@ -128,6 +129,7 @@ class Block(OpenBlock):
             _refuse_inside_another(self)
         if state.pending:
             _refuse_part_of_unreduced(self)
+        # The block begins.
         if state.observers:
             notify("on_scale_loss", self.loss, self.scalers[0], self.optimizers)
             notify("on_block", self)
