@@ -118,6 +118,7 @@ class Block(OpenBlock):
         casts = state.casts
         if casts.device_types and torch.is_autocast_enabled(casts.device_types[0]) != (casts.ambient is not None):
             assert_ambience()
+        # Which tensors, and what is to be done about them?
         for optimizer in self.optimizers:
             optimizer._amp_stash.look_up(optimizer)
         only_one = len(self.optimizers) == 1
@@ -128,6 +129,7 @@ class Block(OpenBlock):
             _refuse_inside_another(self)
         if state.pending:
             _refuse_part_of_unreduced(self)
+        # The block begins.
         if state.observers:
             notify("on_scale_loss", self.loss, self.scalers[0], self.optimizers)
             notify("on_block", self)
@@ -150,6 +152,7 @@ class Block(OpenBlock):
         return any(stash.overflows or stash.delayed for stash in stashes)
 
     def _has_masters(self) -> bool:
+        """Whether its optimizers step masters, to which the gradients of half weights are added at the end."""
         for optimizer in self.optimizers:
             stash = optimizer._amp_stash
             if stash.leaves.masters or stash.session.policy.master_weights:
@@ -158,6 +161,7 @@ class Block(OpenBlock):
 
     def _begin(self) -> None:
         """Make room for the gradients of the backward pass."""
+        # What scripts, earlier blocks and steps have left.
         if len(state.optimizers.live) > 1:
             for other in state.optimizers.listed():
                 drop_cleared(other._amp_stash.leaves.masters)  # before the backward pass adds to what was cleared
@@ -168,6 +172,7 @@ class Block(OpenBlock):
                 stash.device_steps.report_arrived()
             if not scaled and (stash.overflows or stash.delayed or stash.suspect):
                 forget_overflows_if_cleared(stash)
+        # Older gradients go out of ``p.grad``, unless the new ones are added to them as they are: scaled.
         self.has_own_methods = backward_methods.are_replaced(self.optimizers)
         if self.has_own_methods and not self.delay and not scaled:
             backward_methods.save_by_scripts(self)

@@ -465,3 +465,31 @@ def test_num_losses_0_initializes_and_scales_no_loss(level):
             amp.scale_loss(torch.ones(()), optimizers)
     with torch.no_grad():
         model(torch.ones(4, 6))
+
+
+# -- whose step an overflow skips --------------------------------------------------------------------------------------
+CLEAN, OVERFLOWS = 1.0, float("inf")
+DECIDED = {
+    "by the script": (["delayed", OVERFLOWS, "update"], False),
+    "by the script, after a block": (["block", CLEAN, "delayed", OVERFLOWS, "update"], False),
+    "by the script, twice": (["delayed", CLEAN, "update", "delayed", OVERFLOWS, "update"], False),
+    "by an earlier block": (["block", OVERFLOWS, "delayed", CLEAN, "update"], True),
+    "by a later block": (["delayed", OVERFLOWS, "block", CLEAN], True),
+    "by a later block, before others": (["delayed", OVERFLOWS, "block", CLEAN, "delayed", CLEAN, "update"], True),
+    "by nobody yet": (["delayed", OVERFLOWS, "update", "delayed", OVERFLOWS], True),
+}
+
+
+@pytest.mark.parametrize(("events", "is_skipped"), DECIDED.values(), ids=DECIDED)
+def test_who_decides_about_the_step_of_a_delayed_overflow(events, is_skipped):
+    """The script does, by ``update_scale()``, about the passes since the last transition that left the scale alone."""
+    model, optimizer = start("O1")
+    (scaler,) = amp._amp_state.loss_scalers
+    rest = iter(events)
+    for event in rest:
+        if event == "update":
+            scaler.update_scale()
+        else:
+            backward(model, optimizer, times=next(rest), delay_overflow_check=event == "delayed")
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer) is is_skipped
