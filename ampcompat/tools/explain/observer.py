@@ -29,7 +29,7 @@ from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.loss_watch import LossWatch
 from ampcompat.tools.explain.messages import Message
 from ampcompat.tools.explain.numbers import not_representable, optimizer_name
-from ampcompat.tools.explain.ops import is_too_large_unscaled, op_fault
+from ampcompat.tools.explain.ops import GRADIENTS, is_too_large_unscaled, op_fault
 from ampcompat.tools.explain.probe import Event
 from ampcompat.tools.explain.replay import Finding, replay, runs_alone
 from ampcompat.tools.explain.tally import AFTER_MODELS, UNKNOWN, Tally
@@ -328,7 +328,7 @@ class OverflowExplainer:
         fault = self._after_too_large(op_fault(event, finding, lost.scaler, origin, self._growth()))
         self._note_lost(lost, fault.key)
         if event.depends_on_scale and not lost.is_fault and not self.tally.is_explained(fault.key):
-            self.tally.hold(fault.message(lost.head, lost.number), fault.key, fault.cause)
+            self.tally.hold(fault.key, fault.message(lost.head, lost.number), fault.cause)
             self._look_at_one_less()
             return
         if event.op == "parameter":
@@ -378,22 +378,29 @@ class OverflowExplainer:
         if self.tally.is_explained(fault.key):
             self._look_at_one_less()
             return
+        if fault.growth is not None and self.tally.is_costly(GRADIENTS):
+            self._release(GRADIENTS)  # what has cost so many steps is likely to have made the weight grow
         self.tally.explain(fault.key, fault.cause)
         fault.message(head, step).emit(self.json)
         self._count()
+
+    def _release(self, key: object = None) -> bool:
+        """Tell what was held back, for ``key`` or at all; returns whether there was anything to tell."""
+        held = self.tally.release(key)
+        if held is None:
+            return False
+        held.emit(self.json)
+        self._count()
+        return True
 
     def _tell_of_unknown(self, lost: LostStep, message: Message, key: str, counts: bool) -> None:
         """Tell that the cause was not found, once; or what was held back, if it is known to be no back-off now."""
         self._note_lost(lost, key)
         if not lost.is_fault:
-            if self.tally.held is None:
-                self.tally.hold(message, key, "")
+            self.tally.hold(key, message)
             self._look_at_one_less()
             return
-        held = self.tally.release() if self.tally.has_held_cause else None
-        if held is not None:
-            held.emit(self.json)
-            self._count()
+        if self._release():
             return
         if self.tally.has_told_unknown:
             self._look_at_one_less()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from typing import Any
+from typing import Any, NamedTuple
 
 from ampcompat.tools.core import Optimizer, was_skipped
 from ampcompat.tools.explain.messages import Message
@@ -36,6 +36,13 @@ class BackOff:
         return f"{sum(self._last)} of the last {len(self._last)} steps"
 
 
+class Held(NamedTuple):
+    """An explanation that is held back, and its cause; "" where that was not found."""
+
+    message: Message
+    cause: str
+
+
 class Tally:
     """Observer that counts the steps of a run, and what each lost one was lost to.
 
@@ -45,7 +52,6 @@ class Tally:
         not_finite: Those that were made with a loss or gradient that is not finite, or that wrote such weights.
         scale: What became of the loss scale at the latest of these, as in "came down to 128".
         has_told_unknown: Whether it was told of a lost step that its cause was not found.
-        held: The explanation of what may be an ordinary back-off, and its cause.
         underflow: The latest step whose gradients were too small, if the latest steps were so.
     """
 
@@ -53,11 +59,10 @@ class Tally:
         self.steps = self.skipped = self.not_finite = 0
         self.scale = ""
         self.has_told_unknown = False
-        self.held: tuple[Message, object, str] | None = None
         self.underflow: Underflow | None = None
         self._lost_to: Counter[object] = Counter()
         self._explained: dict[object, str] = {}  # causes by the keys of their faults
-        self._held_back: dict[object, str] = {}
+        self._held: dict[object, Held] = {}  # what may be ordinary back-offs of the scale, the latest last
 
     def on_step(self, optimizer: Optimizer, skipped: bool | None) -> None:
         """Count a step. A host sync where only the device knows whether it was skipped."""
@@ -81,28 +86,23 @@ class Tally:
         """Whether the fault of ``key`` was explained."""
         return key in self._explained
 
-    def hold(self, message: Message, key: object, cause: str) -> None:
+    def hold(self, key: object, message: Message, cause: str = "") -> None:
         """Keep the explanation of what may be an ordinary back-off until that is known; ``cause`` is "" for none."""
-        self.held = message, key, cause
-        if cause:
-            self._held_back.setdefault(key, cause)
+        self._held.pop(key, None)
+        self._held[key] = Held(message, cause)
 
-    @property
-    def has_held_cause(self) -> bool:
-        """Whether what is held back names a cause."""
-        return self.held is not None and self.held[2] != ""
+    def is_costly(self, key: object) -> bool:
+        """Whether the fault of ``key`` is held back, and has cost more steps than an ordinary back-off does."""
+        return key in self._passed and self._lost_to[key] > WINDOW / 2
 
-    def release(self) -> Message | None:
-        """The explanation that was held back, which is now told; None where there is none, or its fault was told."""
-        held, self.held = self.held, None
-        if held is None:
+    def release(self, key: object = None) -> Message | None:
+        """The explanation that is held back for ``key``, or the latest: it is told now. None where there is none."""
+        keys = [one for one in self._passed if key in (None, one)]
+        if not keys:
             return None
-        message, key, cause = held
-        if self.is_explained(key):
-            return None
-        if cause:
-            self.explain(key, cause)
-        return message
+        held = self._held[keys[-1]]
+        self.explain(keys[-1], held.cause)
+        return held.message
 
     # -- the end -----------------------------------------------------------------------------------------------------
     @property
@@ -116,7 +116,8 @@ class Tally:
     @property
     def _passed(self) -> dict[object, str]:
         """Faults that cost steps and may be gone at a lower scale: they were held back, and never explained."""
-        return {key: cause for key, cause in self._held_back.items() if key not in self._explained}
+        held = self._held.items()
+        return {key: one.cause for key, one in held if one.cause and key not in self._explained}
 
     @property
     def _is_ordinary(self) -> bool:
@@ -131,6 +132,8 @@ class Tally:
         found = []
         if not self._explained and self._is_mostly_lost:
             message = self.release()
+            if message is None and self._held and not self.has_told_unknown:
+                message = [*self._held.values()][-1].message
             if message is not None:
                 found.append(message)
         causes = [{"cause": cause, "steps": self._lost_to[key]} for key, cause in self._in_order()]

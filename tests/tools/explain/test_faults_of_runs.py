@@ -68,6 +68,18 @@ class Scores(nn.Module):
         return torch.softmax(scores + mask * self.fill, -1)
 
 
+class LargeBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.float().pow(2).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * x * 1e6
+
+
 class WrongBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -395,6 +407,21 @@ FAULTS = {
         level="O2",
         loss=lambda y: (y.float() * 1e7).sum(),
         optimizer=sgd(1.0),
+    ),
+    "weights that a backward made grow that had cost many steps": Fault(
+        {
+            "head": "was skipped: a gradient is not finite.",
+            "pass": "backward",
+            "next growth": "fc.weight grew from",
+        },
+        r"; the cause of \d+ of these is the growth of fc.weight, at lr=0.01; that of 11 is \S*:\d+ \(.*\)\.$",
+        model=lambda: Layer(LargeBackward.apply),
+        level="O2",
+        batch=lambda step: WIDE / 5,
+        loss=lambda y: y.float().mean() * 1e-2,
+        optimizer=sgd(1e-2),
+        steps=30,
+        count=2,
     ),
     # -- steps ---------------------------------------------------------------------------------------------------------
     "a learning rate that is too high": Fault(
