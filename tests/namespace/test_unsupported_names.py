@@ -26,8 +26,20 @@ STATEMENTS = [
 
 @pytest.fixture(autouse=True)
 def packages_not_yet_imported():
-    for name in [n for n in sys.modules if n.startswith("ampcompat.") and n.split(".")[1] in PACKAGES]:
+    before = {name: module for name, module in sys.modules.items() if _is_of_a_package(name)}
+    for name in before:
         del sys.modules[name]
+    yield
+    for name in [name for name in sys.modules if _is_of_a_package(name)]:
+        del sys.modules[name]
+    sys.modules.update(before)  # other tests pickle the classes that they have imported from these
+    for name, module in before.items():
+        parent, _, attribute = name.rpartition(".")
+        setattr(sys.modules[parent], attribute, module)
+
+
+def _is_of_a_package(name):
+    return name.startswith("ampcompat.") and name.split(".")[1] in PACKAGES
 
 
 @pytest.mark.parametrize("name", PACKAGES)

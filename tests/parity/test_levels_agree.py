@@ -26,5 +26,5 @@ def test_a_transformer_block_agrees_except_at_o3():
     assert_opt_level_parity(losses_of("block"), ("O1", "O2"), FP16)
     assert_opt_level_parity(losses_of("block"), ("O4", "O5"), BF16)
     # Adam's eps of 1e-8 is zero in float16.
-    with pytest.raises(AssertionError, match="O3 leaves O0 at step 2: loss nan"):
+    with pytest.raises(AssertionError, match="O3 .* FAIL: loss nan at step 2"):
         assert_opt_level_parity(losses_of("block"), ("O3",), FP16)

@@ -240,7 +240,7 @@ class OverflowExplainer:
 
     def _tell_of_old_gradients(self, optimizer: Optimizer, steps: Steps, step: str) -> None:
         fault = Fault(
-            what="gradients of an earlier overflow were not cleared",
+            what="gradients that overflowed in an earlier step were not cleared",
             where=f"the parameters of {optimizer_name(optimizer)}",
             cause="gradients of an earlier overflow that were not cleared",
             key="old gradients",

@@ -568,7 +568,7 @@ def _reason_to_skip(optimizer: Any) -> str | None:
     if scaler is not None:
         return f"loss scaler {scaler.loss_id} reducing loss scale to {scaler.loss_scale()}"
     if not _are_finite(_gradients_of(_params_of([optimizer]))):
-        return "gradients of an earlier overflow were not cleared; call zero_grad"
+        return "gradients that overflowed before were not cleared; call zero_grad"
     optimizer._amp_stash.skipped = False
     return None
 

@@ -93,7 +93,7 @@ def test_gradients_of_an_earlier_overflow_are_no_overflow_of_a_loss(capsys):
             scaled.backward()
         optimizer.step()
     err, _, verdict = told(capsys)
-    assert "gradients of an earlier overflow were not cleared" in err
+    assert "gradients that overflowed in an earlier step were not cleared" in err
     assert "hint      call optimizer.zero_grad() after a skipped step" in err
     assert "outside" not in err
     assert "the cause of 26 of these is gradients of an earlier overflow that were not cleared" in verdict.head

@@ -582,7 +582,7 @@ def test_gradients_that_overflowed_and_were_never_cleared(amp, capsys, set_to_no
         backward(amp, model, optimizer, size)
         optimizer.step()
     assert torch.equal(model.weight, before)
-    assert "gradients of an earlier overflow were not cleared; call zero_grad" in capsys.readouterr().out
+    assert "gradients that overflowed before were not cleared; call zero_grad" in capsys.readouterr().out
     optimizer.zero_grad(set_to_none)
     backward(amp, model, optimizer)
     optimizer.step()
