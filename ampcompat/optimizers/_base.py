@@ -123,7 +123,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        has_own_step = "step" in vars(cls) and not cls.__module__.startswith("ampcompat.")
+        has_own_step = not cls.step.__module__.startswith("ampcompat.")  # its own, or that of a mixin
         if not has_own_step:
             return
         # That step does not read `found_inf`, so that the host must look at the flag.

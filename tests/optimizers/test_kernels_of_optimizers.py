@@ -71,12 +71,23 @@ def test_a_step_of_its_own_takes_no_flags(cls):
         def step(self, closure=None):
             return None
 
+    class Mixin:
+        def step(self, closure=None):
+            return None
+
+    class Mixed(Mixin, cls):
+        pass
+
     class Named(cls):
         pass
 
-    assert make(cls)._step_supports_amp_scaling
-    assert make(Named)._step_supports_amp_scaling
-    assert not make(Stepping)._step_supports_amp_scaling
+    class NamedAgain(Named):
+        pass
+
+    for kind in (cls, Named, NamedAgain):
+        assert make(kind)._step_supports_amp_scaling
+    for kind in (Stepping, Mixed):
+        assert not make(kind)._step_supports_amp_scaling
 
 
 def test_a_step_of_its_own_that_takes_a_scaler_gets_it_from_torchs_alone():
