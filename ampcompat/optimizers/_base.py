@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -122,9 +123,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        has_own_step = "step" in vars(cls) and not cls.__module__.startswith("ampcompat.")
-        if has_own_step:  # that step does not read `found_inf`, so that the host must look at the flag
-            cls._step_supports_amp_scaling = False
+        has_own_step = not cls.step.__module__.startswith("ampcompat.")  # its own, or that of a mixin
+        if not has_own_step:
+            return
+        # That step does not read `found_inf`, so that the host must look at the flag.
+        takes_scaler = "grad_scaler" in inspect.signature(cls.step).parameters
+        cls._step_supports_amp_scaling = property(_is_not_amps) if takes_scaler else False
 
     @cached_property
     def _dummy_overflow_buf(self) -> Tensor:
@@ -307,6 +311,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, object]) -> None:
         self._steps = StepCounts()
         super().__setstate__(state)
+
+
+def _is_not_amps(optimizer: FusedOptimizer) -> bool:
+    """Return whether a step that takes a ``grad_scaler`` gets one: ``GradScaler`` passes itself, amp passes none."""
+    return not hasattr(optimizer, "_amp_stash")
 
 
 def load_state_in(

@@ -115,3 +115,26 @@ def test_a_step_count_on_the_host_is_refused_or_moves(name, level):
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_one_warm_up_step_is_enough(level):
     assert replays_are_the_eager_steps(level, ON_THE_DEVICE["fused AdamW"], warm_up=1)
+
+
+WITH_A_RATE = {
+    "FusedAdam": lambda params: optimizers.FusedAdam(params, lr=torch.tensor(1e-3, device="cuda"), capturable=True),
+    "FusedLAMB": lambda params: optimizers.FusedLAMB(params, lr=torch.tensor(1e-3, device="cuda")),
+    "FusedNovoGrad": lambda params: optimizers.FusedNovoGrad(params, lr=torch.tensor(1e-3, device="cuda")),
+}
+
+
+@pytest.mark.parametrize("level", SCALING)
+@pytest.mark.parametrize("name", WITH_A_RATE)
+def test_replays_read_a_learning_rate_that_is_a_tensor(name, level):
+    """Schedulers write such a rate in place. A number is part of the graph."""
+
+    def weights(steps, replays):
+        optimizer, step = started(level, WITH_A_RATE[name], warm_up=8)
+        move = captured(step).replay if replays else step
+        for _ in range(steps):
+            optimizer.param_groups[0]["lr"].mul_(0.5)
+            move()
+        return [master.detach().clone() for master in amp.master_params(optimizer)]
+
+    assert all(map(torch.equal, weights(3, replays=True), weights(3, replays=False)))

@@ -326,21 +326,23 @@ class NemosAdam(FusedAdam):
         self.max_norm = max_norm
 
     @torch.no_grad()
-    def step(self, found_inf):
+    def step(self, closure=None, grad_scaler=None):
         for group, masters in zip(self.param_groups, self.param_groups_master, strict=True):
+            device = group["params"][0].device
+            found_inf = grad_scaler._check_inf_per_device(self)[device]
+            inverse = grad_scaler._get_scale_async().double().reciprocal().float()
             if "step" in group:
                 group["step"] += (self._dummy_overflow_buf != 1).to(torch.int)
             else:
-                group["step"] = torch.tensor([1], dtype=torch.int)
+                group["step"] = torch.tensor([1], dtype=torch.int, device=device)
             self._dummy_overflow_buf.copy_(found_inf)
             params = group["params"]
             for p in params:
                 if not self.state[p]:
                     self.state[p] = {name: torch.zeros_like(p.data).float() for name in ("exp_avg", "exp_avg_sq")}
             grads = [p.grad.data for p in params]
-            one = torch.ones(1)
-            norm, _ = multi_tensor_applier(amp_C.multi_tensor_unscale_l2norm, flag(), [grads], one, False)
-            factor = torch.clamp(self.max_norm / (norm.squeeze() + 1.0e-6), max=1.0) * one
+            norm, _ = multi_tensor_applier(amp_C.multi_tensor_unscale_l2norm, flag(), [grads], inverse, False)
+            factor = torch.clamp(self.max_norm / (norm.squeeze() + 1.0e-6), max=1.0) * inverse
             moments = [[self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq")]
             multi_tensor_applier(
                 self.multi_tensor_adam_capturable_master,
@@ -357,26 +359,31 @@ class NemosAdam(FusedAdam):
             )
 
 
-@dtypes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_nemos_adam(dtype):
-    """A float32 param has a master too. The first step does not overflow: NeMo counts it in any case."""
+    """It takes params of these two dtypes alone; float32 ones have masters too, and the first step always counts."""
     ours = make_params(dtype)
     theirs = twin(ours)
     first = NemosAdam(ours, max_norm=0.5, lr=0.05, weight_decay=0.1)
     second = torch.optim.AdamW(theirs, lr=0.05, weight_decay=0.1)
+    scaler = torch.amp.GradScaler(ours[0].device.type, init_scale=2.0**6)
     for step, overflows in enumerate([False, False, True, False, False]):
+        scaler.scale(torch.zeros(()))  # makes the scale
+        factor = float("inf") if overflows else scaler.get_scale()
         for p, q, grad in zip(ours, theirs, make_grads(step, dtype), strict=True):
-            p.grad = grad * float("inf") if overflows else grad.clone()
-            q.grad = grad.float()
-        first.step(torch.full((), float(overflows)))
+            p.grad, q.grad = grad * factor, grad.float()
+        with pytest.warns(FutureWarning, match="GradScaler is going to stop passing itself"):
+            scaler.step(first)
+        scaler.update()
         if not overflows:
             torch.nn.utils.clip_grad_norm_(theirs, 0.5)
             second.step()
         if step == 2:
             first.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert scaler.get_scale() == 2.0**5
     masters = first.param_groups_master[0]["params"]
     for master, q in zip(masters, theirs, strict=True):
-        torch.testing.assert_close(master, q.detach(), rtol=1e-4, atol=1e-5)  # the clipped gradients are half
+        torch.testing.assert_close(master, q.detach(), rtol=1e-5, atol=1e-5)  # the count is on the device, in float32
     for p, master in zip(ours, masters, strict=True):
         assert torch.equal(p, master.to(dtype))
 

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from ampcompat import amp_C, optimizers
+from ampcompat import amp, amp_C, optimizers
 from ampcompat.contrib import optimizers as contributed
 
 CARRIED = {
@@ -71,9 +71,37 @@ def test_a_step_of_its_own_takes_no_flags(cls):
         def step(self, closure=None):
             return None
 
+    class Mixin:
+        def step(self, closure=None):
+            return None
+
+    class Mixed(Mixin, cls):
+        pass
+
     class Named(cls):
         pass
 
-    assert make(cls)._step_supports_amp_scaling
-    assert make(Named)._step_supports_amp_scaling
-    assert not make(Stepping)._step_supports_amp_scaling
+    class NamedAgain(Named):
+        pass
+
+    for kind in (cls, Named, NamedAgain):
+        assert make(kind)._step_supports_amp_scaling
+    for kind in (Stepping, Mixed):
+        assert not make(kind)._step_supports_amp_scaling
+
+
+def test_a_step_of_its_own_that_takes_a_scaler_gets_it_from_torchs_alone():
+    """``GradScaler`` passes itself, with scale and flag, to a step that has the parameter; amp passes none."""
+
+    class Scaled(optimizers.FusedAdam):
+        def step(self, closure=None, grad_scaler=None):
+            self.passed = grad_scaler
+
+    class Derived(Scaled):
+        pass
+
+    for cls, level in ((Scaled, "O1"), (Derived, "O2")):
+        assert make(cls)._step_supports_amp_scaling
+        model = torch.nn.Linear(2, 2)
+        model, optimizer = amp.initialize(model, cls(model.parameters()), opt_level=level, verbosity=0)
+        assert not optimizer._step_supports_amp_scaling
