@@ -65,7 +65,7 @@ def wheel(session: nox.Session) -> None:
 
 @nox.session
 def release(session: nox.Session) -> None:
-    """Check that the tree is what the tag at its head says, and build into ``dist/``; ``-- v0.1.0`` gives the tag."""
+    """Check that the tree is what the tag at its head says, and build into ``dist/``; ``-- v0.2.0`` gives the tag."""
     session.install("-c", str(ROOT / ".ci" / "constraints.txt"), "build", "twine")
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
     with session.chdir(ROOT):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from . import testing as testing
     from . import transformer as transformer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # ``import apex`` made these attributes; they are imported on first use, so that ``import ampcompat`` costs nothing.
 _SUBMODULES = (
