@@ -41,9 +41,10 @@ def end_pending(pending: Pending) -> None:
 
 
 def clear_pending(pending: Pending) -> None:
-    """Clear ``pending`` gradients, which no optimizer under amp will unscale."""
+    """Clear ``pending`` gradients, which no optimizer under amp will unscale; those saved before them come back."""
     state.pending.remove(pending)
     clear_in_model(pending.leaves)
+    add_saved(pending.saved)
 
 
 def prepare_masters(optimizer: Optimizer) -> None:

@@ -134,10 +134,9 @@ class Block(OpenBlock):
             notify("on_scale_loss", self.loss, self.scalers[0], self.optimizers)
             notify("on_block", self)
         state.open_blocks.append(self)
-        if self.is_plain:
-            return self.loss.float()
         try:
-            self._begin()
+            if not self.is_plain:
+                self._begin()
             return self._multiply() if needs_scale else self.loss.float()
         except BaseException:
             state.open_blocks.remove(self)
@@ -165,7 +164,10 @@ class Block(OpenBlock):
         if len(state.optimizers.live) > 1:
             for other in state.optimizers.listed():
                 drop_cleared(other._amp_stash.leaves.masters)  # before the backward pass adds to what was cleared
-        scaled = self._take_pending() if state.pending else set()
+        scaled: set[int] = set()
+        if state.pending:
+            self._end_overlapping()  # first: it may move the scale that pending gradients are brought to
+            scaled = self._take_over()
         for optimizer in self.optimizers:
             stash: OptimizerState = optimizer._amp_stash
             if stash.device_steps.undecided:
@@ -179,25 +181,27 @@ class Block(OpenBlock):
         else:
             save_grads(self.leaves, self.saved, scaled)
 
-    def _take_pending(self) -> set[int]:
-        """Bring pending gradients within the block to its scale, and unscale those that only overlap it.
-
-        Returns:
-            Ids of the leaves that have scaled gradients now.
-        """
-        scaled: set[int] = set()
+    def _end_overlapping(self) -> None:
+        """Unscale pending gradients that have leaves outside of the block, too."""
         ids = self.leaves.ids()
         for pending in pending_in(self.leaves):
-            own = pending.leaves.ids()
-            if not own.issubset(ids):
+            if not pending.leaves.ids() <= ids:
                 end_pending(pending)
-                continue
+
+    def _take_over(self) -> set[int]:
+        """Bring pending gradients to the scale of the block, which unscales them with its own.
+
+        Returns:
+            Ids of the leaves that have them.
+        """
+        scaled: set[int] = set()
+        for pending in pending_in(self.leaves):
             rescale(pending, self.scalers[0])
             state.pending.remove(pending)
             self.took_pending = True
             self.saved.update(pending.saved)
             self.scalers = list(dict.fromkeys([*self.scalers, *pending.scalers]))
-            scaled |= own
+            scaled |= pending.leaves.ids()
         return scaled
 
     def _multiply(self) -> torch.Tensor:
@@ -283,8 +287,7 @@ class Block(OpenBlock):
         """Leave the gradients scaled, to a later block or to the step."""
         leaves = self.leaves.tensors()
         is_unreduced = any(adapter.defers_reduction(leaves) for adapter in state.adapters)
-        scale = self.scalers[0].scale_on() if self.scale is None else self.scale
-        state.pending.append(Pending(self.leaves, self.scalers, scale, self.saved, is_unreduced))
+        state.pending.append(Pending(self.leaves, self.scalers, self.scale, self.saved, is_unreduced))
 
     # -- exit, after an exception --------------------------------------------------------------------------------------
     def _undo(self, error: BaseException | None) -> None:

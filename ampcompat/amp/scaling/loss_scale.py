@@ -83,7 +83,7 @@ class MovingScale:
         scale: 0-dim float32, made with the first loss; None before. Each move makes a new tensor, since an open block
             unscales by the one that it has scaled by.
         clean_passes: 0-dim int32 next to ``scale``: passes since the scale moved. None before the first loss.
-        written_scale: What the host wrote last: the first scale, and the truth of a scale that does not move.
+        written_scale: What the host wrote or read last: the first scale, and the truth of a scale that does not move.
         written_clean_passes: What the host wrote last as ``clean_passes``, or has counted before the first loss.
         is_dynamic: Whether the scale moves. A static scale only counts passes.
         growth_factor: What the scale is multiplied by after enough clean passes.
@@ -205,7 +205,7 @@ class MovingScale:
             growth_interval=self.growth_interval,
             smallest=self.smallest,
             largest=self.largest,
-            # Where the host's last value was within the limits, every later scale is too.
+            # The host notes the scale anew where a script writes a limit; every later scale is within the limits, too.
             is_within_limits=self.smallest <= self.written_scale <= self.largest,
         )
         self.delayed = None
@@ -252,6 +252,7 @@ class MovingScale:
     def scale_after_back_off(self) -> torch.Tensor:
         """The scale to print for a skipped step, any delayed back-off included. No host sync."""
         scale = self.scale_on()
-        if self.is_dynamic and self.delayed is not None:
-            return (scale * self.backoff_factor).clamp(min=self.smallest)
-        return scale
+        if not self.is_dynamic or self.delayed is None:
+            return scale
+        backed_off = (scale * self.backoff_factor).clamp(min=self.smallest)
+        return torch.where(self.delayed.found_inf != 0, backed_off, scale)

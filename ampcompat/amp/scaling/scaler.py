@@ -115,7 +115,7 @@ class LossScaler(MovingScale):
 
     @property
     def _min_loss_scale(self) -> float:
-        """The limit of back-off."""
+        """The limit of back-off. To write it reads the device."""
         return self.smallest
 
     @_min_loss_scale.setter
@@ -123,11 +123,12 @@ class LossScaler(MovingScale):
         limit = 0.0 if value is None else number(value)
         if not limit < CEILING:
             _refuse_limit("_min_loss_scale", value)
+        self.written_scale = self.loss_scale()  # it may be past the new limit
         self.smallest = limit if limit > 0 else FLOOR  # 0 meant no limit, as None did
 
     @property
     def _max_loss_scale(self) -> float:
-        """The limit of growth."""
+        """The limit of growth. To write it reads the device."""
         return self.largest
 
     @_max_loss_scale.setter
@@ -135,6 +136,7 @@ class LossScaler(MovingScale):
         limit = number(value)
         if not limit > 0:
             _refuse_limit("_max_loss_scale", value)
+        self.written_scale = self.loss_scale()  # it may be past the new limit
         self.largest = min(limit, CEILING)
 
     @property

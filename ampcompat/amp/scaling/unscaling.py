@@ -77,8 +77,8 @@ def rescale(gradients: Pending, scaler: LossScaler) -> None:
     gradient that stays within the normal range of its dtype.
     """
     before = gradients.scale
-    is_one = scaler.is_one and gradients.scalers == [scaler]
-    if before is None or is_one or before is scaler.scale:
+    is_at_scale = scaler.is_one if before is None else before is scaler.scale
+    if is_at_scale:
         return
     tensors = gradients.leaves.tensors()
     scaled: list[torch.Tensor] = []
@@ -98,9 +98,10 @@ def rescale(gradients: Pending, scaler: LossScaler) -> None:
             grad.mul_(_ratio(scaler, before, grad.device))
 
 
-def _ratio(scaler: LossScaler, before: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """What brings gradients at the scale ``before`` to the scale of ``scaler``."""
-    return scaler.scale_on(device) / before.to(device, non_blocking=True)
+def _ratio(scaler: LossScaler, before: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """What brings gradients at the scale ``before`` to the scale of ``scaler``; None: they are not scaled."""
+    scale = scaler.scale_on(device)
+    return scale if before is None else scale / before.to(device, non_blocking=True)
 
 
 # -- after a backward pass ---------------------------------------------------------------------------------------------
