@@ -47,6 +47,7 @@ def clear_pending(pending: Pending) -> None:
     add_saved(pending.saved)
 
 
+# -- a script asks for masters ----------------------------------------------------------------------------------------
 def prepare_masters(optimizer: Optimizer) -> None:
     """Make the masters of ``optimizer`` ready for a script that asks for them.
 

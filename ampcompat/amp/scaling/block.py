@@ -89,18 +89,23 @@ class Block(OpenBlock):
 
     Attributes:
         loss: The script's loss, until it is scaled.
-        delay: Whether the end leaves gradients scaled (``delay_unscale``).
+        leaves_pending: Whether the end leaves gradients scaled (``delay_unscale``).
         moves_scale: Whether the end moves the scale; otherwise the next transition counts the overflow.
         entered: Whether it was entered.
         has_own_methods: Whether a script has put methods of its own on an optimizer, where apex's saved and unscaled.
     """
 
     def __init__(
-        self, loss: torch.Tensor, optimizers: list[Optimizer], scaler: LossScaler, delay: bool, moves_scale: bool
+        self,
+        loss: torch.Tensor,
+        optimizers: list[Optimizer],
+        scaler: LossScaler,
+        leaves_pending: bool,
+        moves_scale: bool,
     ) -> None:
         super().__init__(Leaves(), [scaler], optimizers=optimizers)
         self.loss = loss
-        self.delay = delay
+        self.leaves_pending = leaves_pending
         self.moves_scale = moves_scale
         self.entered = False
         self.has_own_methods = False
@@ -123,7 +128,7 @@ class Block(OpenBlock):
             optimizer._amp_stash.look_up(optimizer)
         only_one = len(self.optimizers) == 1
         self.leaves = self.optimizers[0]._amp_stash.leaves if only_one else leaves_of(self.optimizers)
-        needs_scale = not self.scalers[0].is_one or self._adds_to_scaled_gradients()
+        needs_scale = not self.scalers[0].is_one or bool(pending_in(self.leaves)) or self._has_flags()
         self.is_plain = not needs_scale and not self._has_masters()
         if state.open_blocks:
             _refuse_inside_another(self)
@@ -143,12 +148,10 @@ class Block(OpenBlock):
             self._undo_begin()
             raise
 
-    def _adds_to_scaled_gradients(self) -> bool:
-        """Whether other scalers have scaled gradients of its leaves, which are pending or may have overflowed."""
-        if pending_in(self.leaves):
-            return True
+    def _has_flags(self) -> bool:
+        """Whether blocks with other scalers have noted flags for the next step."""
         stashes = [optimizer._amp_stash for optimizer in self.optimizers]
-        return any(stash.overflows or stash.delayed for stash in stashes)
+        return any(stash.overflows or stash.uncounted for stash in stashes)
 
     def _has_masters(self) -> bool:
         """Whether its optimizers step masters, to which the gradients of half weights are added at the end."""
@@ -172,11 +175,11 @@ class Block(OpenBlock):
             stash: OptimizerState = optimizer._amp_stash
             if stash.device_steps.undecided:
                 stash.device_steps.report_arrived()
-            if not scaled and (stash.overflows or stash.delayed or stash.suspect):
+            if not scaled and (stash.overflows or stash.uncounted or stash.suspect):
                 forget_overflows_if_cleared(stash)
         # Older gradients go out of ``p.grad``, unless the new ones are added to them as they are: scaled.
         self.has_own_methods = backward_methods.are_replaced(self.optimizers)
-        if self.has_own_methods and not self.delay and not scaled:
+        if self.has_own_methods and not self.leaves_pending and not scaled:
             backward_methods.save_by_scripts(self)
         else:
             save_grads(self.leaves, self.saved, scaled)
@@ -231,11 +234,11 @@ class Block(OpenBlock):
         if kind is not None:
             self._undo(error)
             return
-        stays_scaled = False
+        is_pending = False
         try:
             if not self.is_plain:
-                stays_scaled = self.delay or (bool(state.adapters) and self._waits_for_reduction())
-                if stays_scaled:
+                is_pending = self.leaves_pending or (bool(state.adapters) and self._waits_for_reduction())
+                if is_pending:
                     self._leave_pending()
                 else:
                     self._unscale()
@@ -246,7 +249,7 @@ class Block(OpenBlock):
             state.open_blocks.remove(self)
         if state.observers:
             notify("on_block_end", self)
-            if not stays_scaled:
+            if not is_pending:
                 notify("on_gradients", self.scalers[0], self.optimizers)
 
     def _waits_for_reduction(self) -> bool:

@@ -12,7 +12,7 @@ from ampcompat.amp.casts.contexts import Saved, restored
 from ampcompat.amp.half.masters import align_written
 from ampcompat.amp.scaling.device_steps import StepFlag
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
-from ampcompat.amp.scaling.steps import announce_skip, finish, flags_of, make_ready, read, update_weights
+from ampcompat.amp.scaling.steps import announce_skip, finish, flags_of, flags_set, make_ready, update_weights
 
 
 class _SkipStep(Exception):
@@ -63,7 +63,7 @@ def step_with_closure(
 
     if not _evaluates_first(optimizer):
         make_ready(optimizer, stash)
-        has_acted = bool(stash.overflows or stash.delayed)  # blocks gave gradients, which it begins with
+        has_acted = bool(stash.overflows or stash.uncounted)  # blocks gave gradients, which it begins with
     if has_acted:
         overflowed = _take_flags(stash)
         if overflowed:
@@ -92,8 +92,9 @@ def _evaluates_first(optimizer: Optimizer) -> bool:
 
 def _take_flags(stash: OptimizerState) -> list[StepFlag]:
     """Return the flags that are set, and forget all of them."""
+    stash.device_steps.report_all()
     flags = flags_of(stash)
-    overflowed = read(stash, flags) if flags else []
+    overflowed = flags_set(flags) if flags else []
     stash.forget_overflows()
     stash.suspect = bool(overflowed)
     return overflowed

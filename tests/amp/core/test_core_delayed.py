@@ -302,7 +302,7 @@ def test_a_step_that_cannot_unscale_moves_nothing(level, monkeypatch, capsys):
     assert all(p.grad is None for p in (*model.parameters(), *amp.master_params(optimizer)))
     optimizer.step()
     assert same(before, [p.detach() for p in amp.master_params(optimizer)])
-    assert "its gradients are cleared" in capsys.readouterr().out
+    assert "to be unscaled are cleared" in capsys.readouterr().out
     backward(model, optimizer, 1)
     assert_close(level, grads(optimizer), summed(level, 1))
 
@@ -381,7 +381,7 @@ def test_a_block_whose_exit_raises_is_closed(level, capsys):
         backward(model, optimizer)
     Failing.fails = False
     assert all(p.grad is None for p in model.parameters())
-    assert "its gradients are cleared" in capsys.readouterr().out
+    assert "to be unscaled are cleared" in capsys.readouterr().out
     backward(model, optimizer)
     optimizer.step()
     assert not amp.step_was_skipped(optimizer)
