@@ -89,23 +89,18 @@ class Block(OpenBlock):
 
     Attributes:
         loss: The script's loss, until it is scaled.
-        leaves_pending: Whether the end leaves gradients scaled (``delay_unscale``).
+        stays_scaled: Whether its gradients stay scaled at the end (``delay_unscale``).
         moves_scale: Whether the end moves the scale; otherwise the next transition counts the overflow.
         entered: Whether it was entered.
         has_own_methods: Whether a script has put methods of its own on an optimizer, where apex's saved and unscaled.
     """
 
     def __init__(
-        self,
-        loss: torch.Tensor,
-        optimizers: list[Optimizer],
-        scaler: LossScaler,
-        leaves_pending: bool,
-        moves_scale: bool,
+        self, loss: torch.Tensor, optimizers: list[Optimizer], scaler: LossScaler, stays_scaled: bool, moves_scale: bool
     ) -> None:
         super().__init__(Leaves(), [scaler], optimizers=optimizers)
         self.loss = loss
-        self.leaves_pending = leaves_pending
+        self.stays_scaled = stays_scaled
         self.moves_scale = moves_scale
         self.entered = False
         self.has_own_methods = False
@@ -149,7 +144,7 @@ class Block(OpenBlock):
             raise
 
     def _has_flags(self) -> bool:
-        """Whether blocks with other scalers have noted flags for the next step."""
+        """Whether other scalers have noted flags, which are forgotten where a script has cleared the gradients."""
         stashes = [optimizer._amp_stash for optimizer in self.optimizers]
         return any(stash.overflows or stash.uncounted for stash in stashes)
 
@@ -179,7 +174,7 @@ class Block(OpenBlock):
                 forget_overflows_if_cleared(stash)
         # Older gradients go out of ``p.grad``, unless the new ones are added to them as they are: scaled.
         self.has_own_methods = backward_methods.are_replaced(self.optimizers)
-        if self.has_own_methods and not self.leaves_pending and not scaled:
+        if self.has_own_methods and not self.stays_scaled and not scaled:
             backward_methods.save_by_scripts(self)
         else:
             save_grads(self.leaves, self.saved, scaled)
@@ -237,7 +232,7 @@ class Block(OpenBlock):
         is_pending = False
         try:
             if not self.is_plain:
-                is_pending = self.leaves_pending or (bool(state.adapters) and self._waits_for_reduction())
+                is_pending = self.stays_scaled or (bool(state.adapters) and self._waits_for_reduction())
                 if is_pending:
                     self._leave_pending()
                 else:

@@ -61,9 +61,9 @@ def step_with_closure(
         has_acted = True
         return loss
 
-    if not _evaluates_first(optimizer):
+    if not _evaluates_first(optimizer):  # it begins with gradients that blocks have given
         make_ready(optimizer, stash)
-        has_acted = bool(stash.overflows or stash.uncounted)  # blocks gave gradients, which it begins with
+        has_acted = bool(stash.overflows or stash.uncounted)
     if has_acted:
         overflowed = _take_flags(stash)
         if overflowed:
