@@ -129,7 +129,7 @@ def skipped_as_far_as_known(optimizer):
 def overflow_flags(optimizer):
     """How many flags of overflows are kept for the next step."""
     stash = optimizer._amp_stash
-    return len(stash.overflows) + len(stash.delayed)
+    return len(stash.overflows) + len(stash.uncounted)
 
 
 def is_watched():

@@ -49,8 +49,8 @@ class AmpOptimizerState(OptimizerState):
         Writing it changes nothing. apex patched ``step`` to skip, and skipped none of those that a script had marked as
         patched.
         """
-        delayed = [overflow.flag for overflow in self.delayed.values() if not overflow.is_decided]
-        return any(flag.item() for flag in (*self.overflows.values(), *delayed))
+        undecided = [overflow.flag for overflow in self.uncounted.values() if not overflow.is_decided]
+        return any(flag.item() for flag in (*self.overflows.values(), *undecided))
 
     @already_patched.setter
     def already_patched(self, value: bool) -> None:

@@ -438,6 +438,9 @@ class Reference:
         weights = list(dict.fromkeys(weight for one in chosen for weight in one.weights))
         self.refuse_open(weights)
         self.has_scaled = self.has_scaled or scaler.dynamic or scaler.scale != 1.0
+        for pending in list(self.pending):
+            if set(pending.weights) & set(weights) and not set(pending.weights) <= set(weights):
+                self.end_pending(pending)  # and the scale may move
         block = Block(chosen, weights, scaler.scale, [scaler])
         scaled = self.take_pending(block)
         for one in chosen:
@@ -464,9 +467,6 @@ class Reference:
         scaled = set()
         for pending in list(self.pending):
             if not set(pending.weights) & set(block.weights):
-                continue
-            if not set(pending.weights) <= set(block.weights):
-                self.end_pending(pending)
                 continue
             self.pending.remove(pending)
             for weight in pending.weights:

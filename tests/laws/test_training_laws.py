@@ -380,6 +380,8 @@ def test_no_gradient_is_used_twice_or_after_it_was_cleared(level, steps):
 # The three weights of the first model are held by both optimizers.
 SHARED = {**CONFIG, "sharers": [(1,)] * 3 + [()] * 3}
 LATER = {**CONFIG, "late": [1] * 3 + [None] * 3, "optimizers": ["sgd", "fused"]}
+THREE = {**CONFIG, "models": [["linear"]] * 3, "owners": [0, 0, 0, 1, 1, 1, 2, 2, 2], "window": 1, "maximum": 2.0**17}
+THREE |= {"sharers": [()] * 9, "late": [None] * 9, "optimizers": ["sgd", "fused", "momentum"]}
 JOIN = {"do": "join", "optimizer": 1}
 OF_BOTH = block(0, 1)
 CLEARED_BY_THE_OTHER = {"do": "clear", "optimizer": 1, "who": "optimizer", "how": "none"}
@@ -394,6 +396,15 @@ TOGETHER = {
     ),
     "cleared in the block of another": (SHARED, [OF_BOTH, block(0, inside=[CLEARED_BY_THE_OTHER]), step(0)]),
     "cleared while others wait": (SHARED, [block(0), block(0, delay_unscale=True), CLEARED_BY_THE_OTHER, step(0)]),
+    "one accumulation ended, another gone on with": (
+        THREE,
+        [
+            block(0, paths=[[0]], delay_unscale=True),
+            block(1, 2, paths=[[1], [2]], delay_unscale=True),
+            block(0, 1),
+            *map(step, range(3)),
+        ],
+    ),
     "shared after an overflow": (LATER, [block(0, size=float("inf")), JOIN, step(1), step(0), OF_BOTH, step(1)]),
     "shared after a skipped step": (
         LATER,

@@ -46,7 +46,7 @@ def post_amp_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
     stash: OptimizerState = optimizer._amp_stash
     block = open_block_of(stash.leaves)
     if block is not None:
-        unscale_new(block.part or stash.leaves, scaler, block.scale)
+        unscale_new(stash.leaves if block.part is None else block.part, scaler, block.scale)
         return
     waiting = pending_in(stash.leaves)
     if not waiting:
@@ -64,8 +64,9 @@ def are_replaced(optimizers: list[Optimizer]) -> bool:
     """Whether a script has put a method of its own on one of ``optimizers``."""
     for optimizer in optimizers:
         prepare, post = map(vars(optimizer).get, ("_prepare_amp_backward", "_post_amp_backward"))
-        is_own = getattr(prepare, "__func__", None) is prepare_amp_backward
-        if not is_own or getattr(post, "__func__", None) is not post_amp_backward:
+        if getattr(prepare, "__func__", None) is not prepare_amp_backward:
+            return True
+        if getattr(post, "__func__", None) is not post_amp_backward:
             return True
     return False
 

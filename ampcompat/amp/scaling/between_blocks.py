@@ -41,11 +41,13 @@ def end_pending(pending: Pending) -> None:
 
 
 def clear_pending(pending: Pending) -> None:
-    """Clear ``pending`` gradients, which no optimizer under amp will unscale."""
+    """Clear ``pending`` gradients, which no optimizer under amp will unscale; those saved before them come back."""
     state.pending.remove(pending)
     clear_in_model(pending.leaves)
+    add_saved(pending.saved)
 
 
+# -- a script asks for masters ----------------------------------------------------------------------------------------
 def prepare_masters(optimizer: Optimizer) -> None:
     """Make the masters of ``optimizer`` ready for a script that asks for them.
 

@@ -89,18 +89,18 @@ class Block(OpenBlock):
 
     Attributes:
         loss: The script's loss, until it is scaled.
-        delay: Whether the end leaves gradients scaled (``delay_unscale``).
+        stays_scaled: Whether its gradients stay scaled at the end (``delay_unscale``).
         moves_scale: Whether the end moves the scale; otherwise the next transition counts the overflow.
         entered: Whether it was entered.
         has_own_methods: Whether a script has put methods of its own on an optimizer, where apex's saved and unscaled.
     """
 
     def __init__(
-        self, loss: torch.Tensor, optimizers: list[Optimizer], scaler: LossScaler, delay: bool, moves_scale: bool
+        self, loss: torch.Tensor, optimizers: list[Optimizer], scaler: LossScaler, stays_scaled: bool, moves_scale: bool
     ) -> None:
         super().__init__(Leaves(), [scaler], optimizers=optimizers)
         self.loss = loss
-        self.delay = delay
+        self.stays_scaled = stays_scaled
         self.moves_scale = moves_scale
         self.entered = False
         self.has_own_methods = False
@@ -123,7 +123,7 @@ class Block(OpenBlock):
             optimizer._amp_stash.look_up(optimizer)
         only_one = len(self.optimizers) == 1
         self.leaves = self.optimizers[0]._amp_stash.leaves if only_one else leaves_of(self.optimizers)
-        needs_scale = not self.scalers[0].is_one or self._adds_to_scaled_gradients()
+        needs_scale = not self.scalers[0].is_one or bool(pending_in(self.leaves)) or self._has_flags()
         self.is_plain = not needs_scale and not self._has_masters()
         if state.open_blocks:
             _refuse_inside_another(self)
@@ -134,22 +134,19 @@ class Block(OpenBlock):
             notify("on_scale_loss", self.loss, self.scalers[0], self.optimizers)
             notify("on_block", self)
         state.open_blocks.append(self)
-        if self.is_plain:
-            return self.loss.float()
         try:
-            self._begin()
+            if not self.is_plain:
+                self._begin()
             return self._multiply() if needs_scale else self.loss.float()
         except BaseException:
             state.open_blocks.remove(self)
             self._undo_begin()
             raise
 
-    def _adds_to_scaled_gradients(self) -> bool:
-        """Whether other scalers have scaled gradients of its leaves, which are pending or may have overflowed."""
-        if pending_in(self.leaves):
-            return True
+    def _has_flags(self) -> bool:
+        """Whether other scalers have noted flags, which are forgotten where a script has cleared the gradients."""
         stashes = [optimizer._amp_stash for optimizer in self.optimizers]
-        return any(stash.overflows or stash.delayed for stash in stashes)
+        return any(stash.overflows or stash.uncounted for stash in stashes)
 
     def _has_masters(self) -> bool:
         """Whether its optimizers step masters, to which the gradients of half weights are added at the end."""
@@ -165,39 +162,44 @@ class Block(OpenBlock):
         if len(state.optimizers.live) > 1:
             for other in state.optimizers.listed():
                 drop_cleared(other._amp_stash.leaves.masters)  # before the backward pass adds to what was cleared
-        scaled = self._take_pending() if state.pending else set()
+        scaled: set[int] = set()
+        if state.pending:
+            self._end_overlapping()  # first: it may move the scale that pending gradients are brought to
+            scaled = self._take_over()
         for optimizer in self.optimizers:
             stash: OptimizerState = optimizer._amp_stash
             if stash.device_steps.undecided:
                 stash.device_steps.report_arrived()
-            if not scaled and (stash.overflows or stash.delayed or stash.suspect):
+            if not scaled and (stash.overflows or stash.uncounted or stash.suspect):
                 forget_overflows_if_cleared(stash)
         # Older gradients go out of ``p.grad``, unless the new ones are added to them as they are: scaled.
         self.has_own_methods = backward_methods.are_replaced(self.optimizers)
-        if self.has_own_methods and not self.delay and not scaled:
+        if self.has_own_methods and not self.stays_scaled and not scaled:
             backward_methods.save_by_scripts(self)
         else:
             save_grads(self.leaves, self.saved, scaled)
 
-    def _take_pending(self) -> set[int]:
-        """Bring pending gradients within the block to its scale, and unscale those that only overlap it.
-
-        Returns:
-            Ids of the leaves that have scaled gradients now.
-        """
-        scaled: set[int] = set()
+    def _end_overlapping(self) -> None:
+        """Unscale pending gradients that have leaves outside of the block, too."""
         ids = self.leaves.ids()
         for pending in pending_in(self.leaves):
-            own = pending.leaves.ids()
-            if not own.issubset(ids):
+            if not pending.leaves.ids() <= ids:
                 end_pending(pending)
-                continue
+
+    def _take_over(self) -> set[int]:
+        """Bring pending gradients to the scale of the block, which unscales them with its own.
+
+        Returns:
+            Ids of the leaves that have them.
+        """
+        scaled: set[int] = set()
+        for pending in pending_in(self.leaves):
             rescale(pending, self.scalers[0])
             state.pending.remove(pending)
             self.took_pending = True
             self.saved.update(pending.saved)
             self.scalers = list(dict.fromkeys([*self.scalers, *pending.scalers]))
-            scaled |= own
+            scaled |= pending.leaves.ids()
         return scaled
 
     def _multiply(self) -> torch.Tensor:
@@ -227,11 +229,11 @@ class Block(OpenBlock):
         if kind is not None:
             self._undo(error)
             return
-        stays_scaled = False
+        is_pending = False
         try:
             if not self.is_plain:
-                stays_scaled = self.delay or (bool(state.adapters) and self._waits_for_reduction())
-                if stays_scaled:
+                is_pending = self.stays_scaled or (bool(state.adapters) and self._waits_for_reduction())
+                if is_pending:
                     self._leave_pending()
                 else:
                     self._unscale()
@@ -242,7 +244,7 @@ class Block(OpenBlock):
             state.open_blocks.remove(self)
         if state.observers:
             notify("on_block_end", self)
-            if not stays_scaled:
+            if not is_pending:
                 notify("on_gradients", self.scalers[0], self.optimizers)
 
     def _waits_for_reduction(self) -> bool:
@@ -283,8 +285,7 @@ class Block(OpenBlock):
         """Leave the gradients scaled, to a later block or to the step."""
         leaves = self.leaves.tensors()
         is_unreduced = any(adapter.defers_reduction(leaves) for adapter in state.adapters)
-        scale = self.scalers[0].scale_on() if self.scale is None else self.scale
-        state.pending.append(Pending(self.leaves, self.scalers, scale, self.saved, is_unreduced))
+        state.pending.append(Pending(self.leaves, self.scalers, self.scale, self.saved, is_unreduced))
 
     # -- exit, after an exception --------------------------------------------------------------------------------------
     def _undo(self, error: BaseException | None) -> None:

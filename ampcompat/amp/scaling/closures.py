@@ -11,9 +11,8 @@ from ampcompat._types import Optimizer
 from ampcompat.amp.casts.contexts import Saved, restored
 from ampcompat.amp.half.masters import align_written
 from ampcompat.amp.scaling.device_steps import StepFlag
-from ampcompat.amp.scaling.gradients import pending_in
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
-from ampcompat.amp.scaling.steps import announce_skip, finish, flags_of, make_ready, read, update_weights
+from ampcompat.amp.scaling.steps import announce_skip, finish, flags_of, flags_set, make_ready, update_weights
 
 
 class _SkipStep(Exception):
@@ -51,7 +50,8 @@ def step_with_closure(
     def evaluated_for_step() -> Any:
         nonlocal has_acted
         loss = evaluated()
-        overflowed = _take_overflows(optimizer, stash)
+        make_ready(optimizer, stash)
+        overflowed = _take_flags(stash)
         if overflowed and not has_acted:
             announce_skip(overflowed)
             raise _SkipStep
@@ -61,16 +61,18 @@ def step_with_closure(
         has_acted = True
         return loss
 
-    has_gradients = bool(stash.overflows or stash.delayed or pending_in(stash.leaves))
-    if has_gradients and not _evaluates_first(optimizer):
-        overflowed = _take_overflows(optimizer, stash)
+    if not _evaluates_first(optimizer):  # it begins with gradients that blocks have given
+        make_ready(optimizer, stash)
+        has_acted = bool(stash.overflows or stash.uncounted)
+    if has_acted:
+        overflowed = _take_flags(stash)
         if overflowed:
             announce_skip(overflowed)
             evaluated()
-            _take_overflows(optimizer, stash)  # of this evaluation; the step is skipped all the same
+            make_ready(optimizer, stash)
+            _take_flags(stash)  # of this evaluation; the step is skipped all the same
             finish(optimizer, stash, skipped=True)
             return first_loss
-        has_acted = True
     try:
         result = update_weights(optimizer, stash, original, evaluated_for_step, **kwargs)
     except _SkipStep:
@@ -88,11 +90,11 @@ def _evaluates_first(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith(("torch.optim.", "ampcompat.optimizers."))
 
 
-def _take_overflows(optimizer: Optimizer, stash: OptimizerState) -> list[StepFlag]:
-    """Make the gradients ready for a step; return the flags that are set, and forget all of them."""
-    make_ready(optimizer, stash)
+def _take_flags(stash: OptimizerState) -> list[StepFlag]:
+    """Return the flags that are set, and forget all of them."""
+    stash.device_steps.report_all()
     flags = flags_of(stash)
-    overflowed = read(stash, flags) if flags else []
+    overflowed = flags_set(flags) if flags else []
     stash.forget_overflows()
     stash.suspect = bool(overflowed)
     return overflowed

@@ -33,7 +33,7 @@ class StepFlag(NamedTuple):
     flag: torch.Tensor
 
 
-#: The scaler of such a flag; and the flag and the scale to name, both while they are copied to the host.
+#: A scaler, and the host copy of its flag and of the scale to print.
 FlagCopy = tuple[LossScaler | None, _torch.HostCopy]
 
 
@@ -42,7 +42,7 @@ class DeviceSteps:
 
     Attributes:
         undecided: Flags of the steps that the host does not know the outcome of, oldest first.
-        latest_skipped: Whether the latest of the other ones was skipped; None before the first.
+        latest_skipped: Whether the latest step whose outcome is known was skipped; None before the first.
     """
 
     def __init__(self) -> None:
@@ -69,6 +69,7 @@ class DeviceSteps:
         while self.undecided and all(copied.arrived() for _, copied in self.undecided[0]):
             self._report(self.undecided.pop(0))
 
+    @_torch.eager
     def report_all(self) -> None:
         """Say which steps were skipped. A host sync where flags have not reached the host."""
         while self.undecided:

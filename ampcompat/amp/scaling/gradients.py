@@ -14,7 +14,7 @@ import torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.scaling.leaves import Leaves
-from ampcompat.amp.scaling.loss_scale import DelayedPasses
+from ampcompat.amp.scaling.loss_scale import UncountedPasses
 from ampcompat.amp.scaling.scaler import LossScaler
 
 
@@ -24,17 +24,17 @@ class Overflow(NamedTuple):
     Attributes:
         scaler: The scaler of their loss.
         flag: 0-dim float32 tensor on a device, not 0 if so.
-        delayed: The passes that theirs belongs to, if it has left the scale alone.
+        uncounted: The passes that theirs belongs to, if it has left the scale alone.
     """
 
     scaler: LossScaler
     flag: torch.Tensor
-    delayed: DelayedPasses | None
+    uncounted: UncountedPasses | None
 
     @property
     def is_decided(self) -> bool:
         """Whether the script itself decides about the step of these gradients."""
-        return self.delayed is not None and self.delayed.are_decided
+        return self.uncounted is not None and self.uncounted.are_decided
 
 
 @dataclass(eq=False)

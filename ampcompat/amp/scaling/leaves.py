@@ -46,10 +46,7 @@ class Leaves:
 
 def leaves_of(optimizers: Iterable[Optimizer]) -> Leaves:
     """The leaves of ``optimizers``, each once."""
-    first, *others = [optimizer._amp_stash.leaves for optimizer in optimizers] or [Leaves()]
-    if not others:
-        return first
-    every = [first, *others]
+    every = [optimizer._amp_stash.leaves for optimizer in optimizers]
     masters = {id(master): master for leaves in every for master in leaves.masters}
     direct = {id(param): param for leaves in every for param in leaves.direct}
     return Leaves(list(masters.values()), list(direct.values()))

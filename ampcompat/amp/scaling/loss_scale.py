@@ -61,7 +61,7 @@ def next_scale(
     return moved, counted
 
 
-class DelayedPasses:
+class UncountedPasses:
     """Backward passes that have left a scale alone; its next transition counts them.
 
     Attributes:
@@ -83,7 +83,7 @@ class MovingScale:
         scale: 0-dim float32, made with the first loss; None before. Each move makes a new tensor, since an open block
             unscales by the one that it has scaled by.
         clean_passes: 0-dim int32 next to ``scale``: passes since the scale moved. None before the first loss.
-        written_scale: What the host wrote last: the first scale, and the truth of a scale that does not move.
+        written_scale: What the host wrote or read last: the first scale, and the truth of a scale that does not move.
         written_clean_passes: What the host wrote last as ``clean_passes``, or has counted before the first loss.
         is_dynamic: Whether the scale moves. A static scale only counts passes.
         growth_factor: What the scale is multiplied by after enough clean passes.
@@ -92,7 +92,7 @@ class MovingScale:
         smallest: The limit of back-off.
         largest: The limit of growth.
         last_pass: The flag of the last backward pass.
-        delayed: The passes since the last transition that have left the scale alone; None: there are none.
+        uncounted: The passes since the last transition that have left the scale alone; None: there are none.
     """
 
     def __init__(self, growth_factor: float) -> None:
@@ -107,7 +107,7 @@ class MovingScale:
         self.smallest = FLOOR
         self.largest = CEILING
         self.last_pass: torch.Tensor | None = None
-        self.delayed: DelayedPasses | None = None
+        self.uncounted: UncountedPasses | None = None
         self._found_inf: dict[torch.device, torch.Tensor] = {}  # of gradients unscaled since the last transition
 
     @property
@@ -199,16 +199,16 @@ class MovingScale:
         moved, counted = next_scale(
             scale,
             clean_passes,
-            flag if self.delayed is None else torch.maximum(flag, self.delayed.found_inf),
+            flag if self.uncounted is None else torch.maximum(flag, self.uncounted.found_inf),
             growth_factor=self.growth_factor,
             backoff_factor=self.backoff_factor,
             growth_interval=self.growth_interval,
             smallest=self.smallest,
             largest=self.largest,
-            # Where the host's last value was within the limits, every later scale is too.
+            # The host notes the scale anew where a script writes a limit; every later scale is within the limits, too.
             is_within_limits=self.smallest <= self.written_scale <= self.largest,
         )
-        self.delayed = None
+        self.uncounted = None
         if _torch.is_capturing():
             scale.copy_(moved)
             clean_passes.copy_(counted)
@@ -217,15 +217,15 @@ class MovingScale:
             self.clean_passes = counted
         return flag
 
-    def delay(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
+    def leave_uncounted(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
         """As :meth:`adjust`, but leave the scale alone: the next transition counts an overflow of this pass."""
         flag = self.note_pass(found_inf)
         if not self.is_dynamic:
             return None
-        if self.delayed is None:
-            self.delayed = DelayedPasses(flag)
+        if self.uncounted is None:
+            self.uncounted = UncountedPasses(flag)
         else:
-            self.delayed.found_inf = torch.maximum(self.delayed.found_inf, flag)
+            self.uncounted.found_inf = torch.maximum(self.uncounted.found_inf, flag)
         return flag
 
     def note_pass(self, found_inf: torch.Tensor | None) -> torch.Tensor:
@@ -250,8 +250,9 @@ class MovingScale:
             self.clean_passes.add_(1)
 
     def scale_after_back_off(self) -> torch.Tensor:
-        """The scale to print for a skipped step, any delayed back-off included. No host sync."""
+        """The scale to print for a skipped step, back-off for uncounted passes included. No host sync."""
         scale = self.scale_on()
-        if self.is_dynamic and self.delayed is not None:
-            return (scale * self.backoff_factor).clamp(min=self.smallest)
-        return scale
+        if not self.is_dynamic or self.uncounted is None:
+            return scale
+        backed_off = (scale * self.backoff_factor).clamp(min=self.smallest)
+        return torch.where(self.uncounted.found_inf != 0, backed_off, scale)

@@ -1,6 +1,6 @@
 """Mistakes that leave no trace in plain torch, and the warning of each, with its fix.
 
-Some are found where they happen; for others, ``misuse.Watch`` looks at the first blocks of a run.
+Some are found where they happen; for others, ``misuse.watch.Watch`` looks at the first blocks of a run.
 """
 
 from __future__ import annotations

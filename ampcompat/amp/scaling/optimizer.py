@@ -109,7 +109,8 @@ def step(optimizer: Optimizer, original: Callable[..., Any], closure: Any = None
     """
     stash: OptimizerState = optimizer._amp_stash
     if stash.is_stepping:  # a script's own step, which amp's is around already, has called this one
-        return original(*(() if closure is None else (closure,)), **kwargs)
+        args = [] if closure is None else [closure]
+        return original(*args, **kwargs)
     stash.look_up(optimizer)
     if state.open_blocks:
         _refuse_in_block(optimizer, stash)
@@ -167,8 +168,9 @@ def _refuse_in_block(optimizer: Optimizer, stash: OptimizerState) -> None:
         return
     if optimizer in open_block.optimizers:
         is_scaled = open_block.scale is not None
-        gradients = "gradients are still multiplied by the loss scale there"
-        if not is_scaled:
+        if is_scaled:
+            gradients = "gradients are still multiplied by the loss scale there"
+        else:
             gradients = "master weights get their gradients at its end"
         raise RuntimeError(
             f"optimizer.step() inside its scale_loss block - {gradients} - leave the block first: `with"
@@ -202,6 +204,12 @@ def step_was_skipped(optimizer: Any) -> bool:
 def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Add the group as torch does, then give its half params masters."""
     stash: OptimizerState = optimizer._amp_stash
+    open_block = open_block_of(stash.leaves)
+    if open_block is not None and not open_block.is_plain:
+        raise RuntimeError(
+            "optimizer.add_param_group() inside its scale_loss block - the block would not unscale the gradients of the"
+            " new parameters - add the group before the block, or after it."
+        )
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     original(*args, **kwargs)
     added = optimizer.param_groups[-1]["params"]

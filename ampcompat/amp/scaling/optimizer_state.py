@@ -28,8 +28,8 @@ from ampcompat.amp.scaling.session import Session
 class OptimizerState:
     """What amp keeps with one optimizer.
 
-    ``overflows``, ``delayed`` and ``suspect`` tell of the gradients that wait for a step, ``skipped`` of the last step.
-    In one run with a dynamic scale:
+    ``overflows``, ``uncounted`` and ``suspect`` tell of the gradients that wait for a step, ``skipped`` of the last
+    step. In one run with a dynamic scale:
 
     ====================================  ============  ===========  =======
     after                                 overflows     suspect      skipped
@@ -56,13 +56,13 @@ class OptimizerState:
         shared: Ids of the leaves that another optimizer holds, too.
         overflows: For each scaler, whether a block since the last step overflowed, as one flag: the next step is
             skipped if any is set.
-        delayed: The same of blocks that have left their scale alone: after the scaler's ``update_scale()``, the script
-            decides about the step.
+        uncounted: The same of blocks that have left their scale alone: after the scaler's ``update_scale()``, the
+            script decides about the step.
         suspect: Whether the next step looks at its gradients itself, since they may not be finite.
         skipped: Whether the last step was skipped; None before the first step, and where the device decided.
         device_steps: The steps that the device decided about.
         known_step: The optimizer's own ``step`` attribute, as last looked up.
-        is_stepping: Whether a step runs that a script has put in the place of ours, and that ours is wrapped around.
+        is_stepping: Whether a script's replacement of ``step`` runs; amp's wrapper is around it.
     """
 
     session: Session
@@ -70,7 +70,7 @@ class OptimizerState:
     leaves: Leaves = field(default_factory=Leaves)
     shared: Set[int] = frozenset()
     overflows: dict[LossScaler, torch.Tensor] = field(default_factory=dict)
-    delayed: dict[LossScaler, Overflow] = field(default_factory=dict)
+    uncounted: dict[LossScaler, Overflow] = field(default_factory=dict)
     suspect: bool = False
     skipped: bool | None = None
     device_steps: DeviceSteps = field(default_factory=DeviceSteps)
@@ -86,28 +86,28 @@ class OptimizerState:
     def note_overflows(self, overflows: Sequence[Overflow]) -> None:
         """Note what a block has found: the next step is skipped if one of ``overflows`` is set."""
         for overflow in overflows:
-            if overflow.delayed is not None:
-                self._note_delayed(overflow)
+            if overflow.uncounted is not None:
+                self._note_uncounted(overflow)
                 continue
             scaler, flag, _ = overflow
             earlier = self.overflows.get(scaler)
             self.overflows[scaler] = flag if earlier is None else torch.maximum(earlier, flag)
 
-    def _note_delayed(self, overflow: Overflow) -> None:
+    def _note_uncounted(self, overflow: Overflow) -> None:
         """Note a pass that has left the scale alone, in one flag with others since the scaler's last transition."""
-        earlier = self.delayed.get(overflow.scaler)
+        earlier = self.uncounted.get(overflow.scaler)
         if earlier is None or earlier.is_decided:
-            self.delayed[overflow.scaler] = overflow
-        elif earlier.delayed is overflow.delayed:
-            self.delayed[overflow.scaler] = overflow._replace(flag=torch.maximum(earlier.flag, overflow.flag))
+            self.uncounted[overflow.scaler] = overflow
+        elif earlier.uncounted is overflow.uncounted:
+            self.uncounted[overflow.scaler] = overflow._replace(flag=torch.maximum(earlier.flag, overflow.flag))
         else:  # the scaler has made its transition since
-            self.note_overflows([earlier._replace(delayed=None)])
-            self.delayed[overflow.scaler] = overflow
+            self.note_overflows([earlier._replace(uncounted=None)])
+            self.uncounted[overflow.scaler] = overflow
 
     def forget_overflows(self) -> None:
         """Forget the overflows of gradients that are gone."""
         self.overflows = {}
-        self.delayed = {}
+        self.uncounted = {}
         self.suspect = False
 
     def drop_used_gradients(self, skipped: bool | None) -> None:
@@ -116,10 +116,11 @@ class OptimizerState:
         Gradients of tensors without a master stay until they are cleared, as in plain torch; so do those of masters
         that another optimizer shares. They may not be finite unless the step was made.
         """
-        may_have_overflowed = self.suspect or bool(self.overflows or self.delayed)
+        may_have_overflowed = self.suspect or bool(self.overflows or self.uncounted)
         self.overflows = {}
-        self.delayed = {}
-        self.suspect = may_have_overflowed and skipped is not False
+        self.uncounted = {}
+        was_made = skipped is False
+        self.suspect = may_have_overflowed and not was_made
         for master in self.leaves.masters:
             if id(master.half) not in self.shared:
                 # As :meth:`Master.drop_gradient`, for thousands of masters at each step.

@@ -12,11 +12,8 @@ from typing import Any, NoReturn
 import torch
 
 from ampcompat import _torch
-from ampcompat.amp._amp_state import master_params
 from ampcompat.amp.options import is_scale, number, whole_number
 from ampcompat.amp.scaling.loss_scale import CEILING, FLOOR, WINDOW, MovingScale
-
-__all__ = ["LossScaler", "master_params"]
 
 
 class LossScaler(MovingScale):
@@ -115,7 +112,7 @@ class LossScaler(MovingScale):
 
     @property
     def _min_loss_scale(self) -> float:
-        """The limit of back-off."""
+        """The limit of back-off. To write it reads the device."""
         return self.smallest
 
     @_min_loss_scale.setter
@@ -123,11 +120,12 @@ class LossScaler(MovingScale):
         limit = 0.0 if value is None else number(value)
         if not limit < CEILING:
             _refuse_limit("_min_loss_scale", value)
+        self.written_scale = self.loss_scale()  # it may be past the new limit
         self.smallest = limit if limit > 0 else FLOOR  # 0 meant no limit, as None did
 
     @property
     def _max_loss_scale(self) -> float:
-        """The limit of growth."""
+        """The limit of growth. To write it reads the device."""
         return self.largest
 
     @_max_loss_scale.setter
@@ -135,6 +133,7 @@ class LossScaler(MovingScale):
         limit = number(value)
         if not limit > 0:
             _refuse_limit("_max_loss_scale", value)
+        self.written_scale = self.loss_scale()  # it may be past the new limit
         self.largest = min(limit, CEILING)
 
     @property
@@ -169,13 +168,13 @@ class LossScaler(MovingScale):
         self._lent_buffer = buffer
 
     def clear_overflow_state(self) -> None:
-        """Forget the overflows noted since the last transition."""
+        """Forget all overflows: of the last pass, and those noted since the last transition."""
         self.forget_last_pass()
         self.forget_found_inf()
-        self.delayed = None
+        self.uncounted = None
 
     def forget_last_pass(self) -> None:
-        """Forget the overflow that ``_has_overflow`` tells of: after one, :meth:`unscale` writes nothing until then."""
+        """Forget the flag of the last pass. While it is set, :meth:`unscale` writes nothing."""
         self.last_pass = None
         if self._lent_buffer is not None:
             self._lent_buffer.zero_()
@@ -214,14 +213,14 @@ class LossScaler(MovingScale):
         buffer lent to ``_overflow_buf`` is looked at instead: it may hold the overflows of all ranks. As in apex
         (``apex/amp/scaler.py: LossScaler.update_scale``).
         """
-        delayed = self.delayed
-        self.delayed = None
-        if delayed is not None:
-            delayed.are_decided = True
+        uncounted = self.uncounted
+        self.uncounted = None
+        if uncounted is not None:
+            uncounted.are_decided = True
         if self._lent_buffer is not None:
             self.add_found_inf((self._lent_buffer.reshape(()) != 0).float())
-        elif delayed is not None:
-            self.add_found_inf(delayed.found_inf)
+        elif uncounted is not None:
+            self.add_found_inf(uncounted.found_inf)
         self.adjust(self.take_found_inf())
         return self._has_overflow
 

@@ -36,11 +36,13 @@ def make_or_skip_step(optimizer: Optimizer, stash: OptimizerState, original: Cal
     if has_masters or state.pending or state.observers or stash.device_steps.undecided:
         make_ready(optimizer, stash)
     flags: list[StepFlag] = []
-    if stash.overflows or stash.delayed or stash.suspect:
+    if stash.overflows or stash.uncounted or stash.suspect:
         flags = flags_of(stash)
     decides_on_device = bool(flags) and skips_on_device(optimizer)
     if flags and not decides_on_device:
-        overflowed = read(stash, flags)
+        if stash.device_steps.undecided:
+            stash.device_steps.report_all()
+        overflowed = flags_set(flags)
         if overflowed:
             announce_skip(overflowed)
             finish(optimizer, stash, skipped=True)
@@ -80,7 +82,7 @@ def flags_of(stash: OptimizerState) -> list[StepFlag]:
     flags: list[StepFlag] = []
     for scaler, flag in stash.overflows.items():
         flags.append(StepFlag(scaler, flag))
-    for overflow in stash.delayed.values():
+    for overflow in stash.uncounted.values():
         if not overflow.is_decided:
             flags.append(StepFlag(overflow.scaler, overflow.flag))
     if stash.suspect:
@@ -91,10 +93,8 @@ def flags_of(stash: OptimizerState) -> list[StepFlag]:
 
 
 @_torch.eager
-def read(stash: OptimizerState, flags: list[StepFlag]) -> list[StepFlag]:
+def flags_set(flags: list[StepFlag]) -> list[StepFlag]:
     """Read which of ``flags`` (at least one) are set: one host sync."""
-    if stash.device_steps.undecided:
-        stash.device_steps.report_all()
     first = flags[0].flag
     if len(flags) == 1:
         return flags if first.item() else []

@@ -77,8 +77,8 @@ def rescale(gradients: Pending, scaler: LossScaler) -> None:
     gradient that stays within the normal range of its dtype.
     """
     before = gradients.scale
-    is_one = scaler.is_one and gradients.scalers == [scaler]
-    if before is None or is_one or before is scaler.scale:
+    is_at_scale = scaler.is_one if before is None else before is scaler.scale
+    if is_at_scale:
         return
     tensors = gradients.leaves.tensors()
     scaled: list[torch.Tensor] = []
@@ -98,9 +98,10 @@ def rescale(gradients: Pending, scaler: LossScaler) -> None:
             grad.mul_(_ratio(scaler, before, grad.device))
 
 
-def _ratio(scaler: LossScaler, before: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """What brings gradients at the scale ``before`` to the scale of ``scaler``."""
-    return scaler.scale_on(device) / before.to(device, non_blocking=True)
+def _ratio(scaler: LossScaler, before: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """What brings gradients at the scale ``before`` to the scale of ``scaler``; None: they are not scaled."""
+    scale = scaler.scale_on(device)
+    return scale if before is None else scale / before.to(device, non_blocking=True)
 
 
 # -- after a backward pass ---------------------------------------------------------------------------------------------
@@ -121,9 +122,9 @@ def adjust_scalers(gradients: ScaledGradients, moves_scale: bool = True) -> list
         return []
     found_inf = own.take_found_inf()
     overflows: list[Overflow] = []
-    flag = own.adjust(found_inf) if moves_scale else own.delay(found_inf)
+    flag = own.adjust(found_inf) if moves_scale else own.leave_uncounted(found_inf)
     if flag is not None:
-        overflows.append(Overflow(own, flag, None if moves_scale else own.delayed))
+        overflows.append(Overflow(own, flag, None if moves_scale else own.uncounted))
     for other in others:
         flag = other.adjust(found_inf)
         if flag is not None:
@@ -155,8 +156,9 @@ def unscale_new(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) 
         half_gradients = {master: grad for master, grad in half_gradients.items() if not grad.requires_grad}
         direct_grads = [grad for grad in direct_grads if not grad.requires_grad]
     if half_gradients:
-        first_master = next(iter(half_gradients))
-        copies_stay = first_master.value.grad is None  # they become the masters' gradients
+        # Float32 copies become the gradients of masters that have none, so that none is freed chunk by chunk. The first
+        # master stands for all: nearly always they are alike, and only the peak of memory depends on it.
+        copies_stay = next(iter(half_gradients)).value.grad is None
         for chunk in [half_gradients] if copies_stay else _in_chunks(half_gradients, scale):
             _add_to_masters(chunk, direct_grads, scaler, scale)
             direct_grads = []  # unscaled with the first chunk, in the same kernel
@@ -295,6 +297,7 @@ def _can_add_half(half_gradients: HalfGradients) -> bool:
     return all(grad is not None and not grad.is_sparse for grad in accumulated)
 
 
+# -- gradients that a script has cleared -------------------------------------------------------------------------------
 def drop_cleared(masters: Iterable[Master]) -> None:
     """Drop the gradients of masters where the model showed them, and a script has cleared them there."""
     for master in masters:
@@ -310,7 +313,7 @@ def clear_partly_unscaled(gradients: ScaledGradients) -> None:
     for master in gradients.leaves.masters:
         master.drop_gradient()
     gradients.saved.clear()
-    say("The end of a scale_loss block raised: its gradients are cleared.")
+    say("Unscaling raised: the gradients that were to be unscaled are cleared.")
 
 
 def clear_in_model(leaves: Leaves) -> None:

@@ -292,6 +292,33 @@ def test_its_first_overflow_skips_the_whole_step(level):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3)
 
 
+@pytest.mark.parametrize("loss_scale", [128.0, "dynamic"])
+def test_a_weight_written_before_its_step_is_stepped_from(loss_scale):
+    """At any scale, the evaluation up there sees the weight that was written, and moved uphill from."""
+
+    class InPlace(SAM):
+        @torch.no_grad()
+        def first_step(self, zero_grad=False):
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["old_p"] = p.clone()
+                p.add_(p.grad.sign(), alpha=0.05)
+            self.zero_grad()
+
+    model, optimizer = start("O2", lambda m: InPlace(m.parameters(), lr=0.02), loss_scale=loss_scale)
+    seen = []
+
+    def closure():
+        seen.append(model.a.weight.detach().clone())
+        return backward(model, optimizer)
+
+    closure()
+    with torch.no_grad():
+        model.a.weight.fill_(0.25)
+    optimizer.step(closure)
+    half = torch.float16
+    assert {value.item() for value in seen[1].unique()} == {torch.tensor(x, dtype=half).item() for x in (0.2, 0.3)}
+
+
 @pytest.mark.parametrize("bad", [(), (0,), (1,)])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_it_does_not_see_gradients_that_were_left_scaled(level, bad):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from core_kit import backward, loss_of, masters, net, same, sgd, start
-from internals import float32_masters, has_scaled_gradients
+from internals import float32_masters, has_scaled_gradients, process_state
 
 from ampcompat import amp
 from ampcompat.amp.scaler import LossScaler
@@ -31,7 +31,7 @@ def summed(level, *seeds):
 
 def assert_close(level, got, want):
     for one, other in zip(got, want, strict=True):
-        if level == "O1":  # float32 gradients times powers of two; sums of three in either order
+        if level in ("O0", "O1"):  # float32 gradients times powers of two; sums of three in either order
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
         else:  # half gradients: their sum rounds once more than the float32 one
             torch.testing.assert_close(one, other, rtol=2e-3, atol=1e-5)
@@ -139,6 +139,19 @@ def test_so_it_does_where_the_optimizer_skips_on_the_device(capsys):
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == scale
 
 
+def test_a_clean_delayed_check_lowers_nothing(capsys):
+    """The message of a skip names the scale that the next block will have."""
+    model, optimizer = start("O2")
+    backward(model, optimizer, 1, times=INF)
+    backward(model, optimizer, 1, delay_overflow_check=True)
+    optimizer.step()
+    said = capsys.readouterr().out
+    optimizer.zero_grad()
+    backward(model, optimizer, 2)
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**15
+    assert said == "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
+
+
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_the_scale_may_move_inside_a_block(level, move):
@@ -204,6 +217,38 @@ def test_an_optimizer_made_anew_has_the_pending_gradients(level):
     optimizer.step()
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_block_that_ends_one_accumulation_and_goes_on_with_another(level):
+    """The end of the first moves the scale that the gradients of the other are brought to."""
+    models = [torch.nn.Linear(1, 1, bias=False) for _ in range(3)]
+    models, optimizers = amp.initialize(
+        models, [sgd(model) for model in models], opt_level=level, loss_scale="dynamic", verbosity=0
+    )
+    (scaler,) = amp._amp_state.loss_scalers
+    scaler._loss_scale, scaler._scale_seq_len = 2.0**10, 1
+
+    def block(*places, **kwargs):
+        loss = sum(models[place](torch.ones(1, 1)).sum() for place in places)
+        with amp.scale_loss(loss, [optimizers[place] for place in places], **kwargs) as scaled:
+            scaled.backward()
+
+    block(0, delay_unscale=True)
+    block(1, 2, delay_unscale=True)
+    block(0, 1)
+    assert [grads(optimizer)[0].item() for optimizer in optimizers] == [2.0, 2.0, 1.0]
+
+
+@pytest.mark.parametrize("scales", [(128.0, 1.0), (1.0, 128.0), (1.0, 1.0)])
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_gradients_left_scaled_survive_a_static_scale_that_becomes_one(level, scales):
+    model, optimizer = start(level, model=torch.nn.Linear(1, 1, bias=False), loss_scale=scales[0])
+    for scale in scales:
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": scale, "unskipped": 0}})
+        with amp.scale_loss(model(torch.ones(1, 1)).sum(), optimizer, delay_unscale=True) as scaled:
+            scaled.backward()
+    assert grads(optimizer)[0].item() == 2.0
+
+
 @pytest.mark.parametrize("delay_unscale", [True, False])
 def test_an_optimizer_made_anew_takes_the_place_of_the_old_one(delay_unscale):
     """The old one is a reference cycle, and nothing waits for its step until the garbage is collected."""
@@ -222,8 +267,9 @@ def test_an_optimizer_made_anew_takes_the_place_of_the_old_one(delay_unscale):
     assert all(p.grad is None for p in float32_masters(new))
 
 
-def test_a_loss_that_cannot_be_scaled_leaves_the_block_closed():
-    model, optimizer = start("O2")
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_loss_that_cannot_be_scaled_leaves_the_block_closed(level):
+    model, optimizer = start(level)
     backward(model, optimizer, 1)
     accumulated = grads(optimizer)
 
@@ -233,9 +279,10 @@ def test_a_loss_that_cannot_be_scaled_leaves_the_block_closed():
 
     with pytest.raises(MemoryError), amp.scale_loss(Unwilling(), optimizer):
         pass
+    assert not process_state()["open_blocks"]
     assert same(grads(optimizer), accumulated)
     backward(model, optimizer, 2)
-    assert_close("O2", grads(optimizer), summed("O2", 1, 2))
+    assert_close(level, grads(optimizer), summed(level, 1, 2))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -255,7 +302,7 @@ def test_a_step_that_cannot_unscale_moves_nothing(level, monkeypatch, capsys):
     assert all(p.grad is None for p in (*model.parameters(), *amp.master_params(optimizer)))
     optimizer.step()
     assert same(before, [p.detach() for p in amp.master_params(optimizer)])
-    assert "its gradients are cleared" in capsys.readouterr().out
+    assert "to be unscaled are cleared" in capsys.readouterr().out
     backward(model, optimizer, 1)
     assert_close(level, grads(optimizer), summed(level, 1))
 
@@ -334,7 +381,7 @@ def test_a_block_whose_exit_raises_is_closed(level, capsys):
         backward(model, optimizer)
     Failing.fails = False
     assert all(p.grad is None for p in model.parameters())
-    assert "its gradients are cleared" in capsys.readouterr().out
+    assert "to be unscaled are cleared" in capsys.readouterr().out
     backward(model, optimizer)
     optimizer.step()
     assert not amp.step_was_skipped(optimizer)

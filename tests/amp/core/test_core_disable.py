@@ -230,3 +230,14 @@ def test_disabling_others_leaves_casts_of_init_alone():
     assert handle.is_active()
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float16
     handle._deactivate()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_gradients_from_before_a_delayed_block_stay(level):
+    """Those that are still scaled go; the ones from before were unscaled."""
+    model, optimizer = start(level, loss_scale=128.0)
+    backward(model, optimizer, 1)
+    before = [param.grad.clone() for param in model.parameters()]
+    backward(model, optimizer, 2, delay_unscale=True)
+    amp.initialize(model, optimizer, enabled=False)
+    assert same([param.grad for param in model.parameters()], before)

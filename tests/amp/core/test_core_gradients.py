@@ -213,6 +213,19 @@ def test_a_later_param_may_bring_gradients(level, way):
     assert model.bn.weight.grad is grad
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_param_cannot_join_in_a_block(level):
+    """The backward pass may give it a gradient that the block does not unscale."""
+    model, optimizer = start(level, a_head, loss_scale=128.0)
+    with amp.scale_loss(loss_of(model), optimizer) as scaled:
+        with pytest.raises(RuntimeError, match=r"add_param_group\(\) inside its scale_loss block - .* - add the group"):
+            optimizer.add_param_group({"params": [model.bn.weight]})
+        scaled.backward()
+    twin, twin_optimizer = start(level, a_head, loss_scale=128.0)
+    backward(twin, twin_optimizer)
+    assert same(grads(optimizer), grads(twin_optimizer))
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("listed_anew", [False, True])
 def test_a_param_put_in_the_place_of_another_is_trained(level, listed_anew):

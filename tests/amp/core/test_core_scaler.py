@@ -103,6 +103,21 @@ def test_the_cap_holds_for_the_first_scale_too(cap, first):
     assert scaler.loss_scale() == cap
 
 
+@pytest.mark.parametrize("is_written", [False, True])
+@pytest.mark.parametrize(("name", "limit"), [("_min_loss_scale", 4096.0), ("_max_loss_scale", 256.0)])
+def test_a_limit_written_past_the_scale_moves_it_with_its_next_move(name, limit, is_written):
+    """As in apex: a scale comes to its limits when it moves, whoever has brought it where it is."""
+    scaler = LossScaler("dynamic", init_scale=1024.0 if is_written else 2.0**16, scale_window=2)
+    for _ in range(0 if is_written else 6):
+        one_pass(scaler, overflow=True)
+    setattr(scaler, name, limit)
+    assert state_of(scaler) == (1024.0, 0)
+    one_pass(scaler)
+    assert state_of(scaler) == (1024.0, 1)
+    one_pass(scaler, overflow=name == "_min_loss_scale")
+    assert state_of(scaler) == (limit, 0)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_any_history_as_the_reference(seed):
     dice = random.Random(seed)

@@ -217,7 +217,7 @@ def end_of_the_block_raises(run, capsys):
     block.__enter__().backward()
     with pytest.raises(MemoryError), OutOfMemory():
         block.__exit__(None, None, None)
-    assert capsys.readouterr().out == "The end of a scale_loss block raised: its gradients are cleared.\n"
+    assert capsys.readouterr().out == "Unscaling raised: the gradients that were to be unscaled are cleared.\n"
     assert run.scale == scale
     assert all(p.grad is None for p in (*run.model.parameters(), *run.masters))
     run.gradients_are([0.0, 0.0])

@@ -226,5 +226,5 @@ def test_a_failing_one_is_told_of(capsys):
     scaled.__enter__().backward()
     with pytest.raises(ZeroDivisionError):
         scaled.__exit__(None, None, None)
-    assert "its gradients are cleared" in capsys.readouterr().out
+    assert "to be unscaled are cleared" in capsys.readouterr().out
     assert all(p.grad is None for p in (*model.parameters(), *amp.master_params(optimizer)))
