@@ -93,7 +93,7 @@ class Master:
         self.value = value
         self.slots: list[tuple[dict[str, Any], str]] = []
         self.grad_shown = False
-        self.note_pushed()
+        self.note_untouched()
         self.register()
 
     def register(self) -> None:
@@ -124,8 +124,8 @@ class Master:
         self.address = self.half.data_ptr()
         self.value_taken = False
 
-    def note_pushed(self) -> None:
-        """Note that ``value`` was rounded into ``half``, so that nothing older counts in ``half``."""
+    def note_untouched(self) -> None:
+        """Note that both copies are equal now, and that nothing that happened before counts as written."""
         self.note_equal()
         self.half_taken = not self.is_param
 
@@ -202,7 +202,7 @@ class Master:
     def push(self) -> None:
         """Round the master into its half weight, whatever that holds."""
         push_all([self])
-        self.note_pushed()
+        self.note_untouched()
 
     def rebind(self, half: torch.Tensor) -> None:
         """Make ``half``, which has taken the place of the model's tensor, the half copy under every name."""
@@ -223,7 +223,7 @@ class Master:
             return self  # a compiler's stand-in for the module, which is never stepped
         clone = memo[id(self)] = Master(half, value)  # its slots are found by ``masters_of``
         clone.push()  # ``half`` may have been copied with its module, before it followed ``value``
-        self.note_pushed()  # to copy both, torch took their ``data``
+        self.note_untouched()  # to copy both, torch took their ``data``
         return clone
 
     def __reduce__(self) -> Any:
@@ -340,7 +340,7 @@ def push_all(masters: Sequence[Master]) -> None:
         versions.append(master.half._version)
     _torch.foreach_copy_(halves, values)
     _torch.set_versions(halves, versions)
-    # :meth:`Master.note_pushed` inline, for thousands of masters at each step, without what a push does not move.
+    # :meth:`Master.note_untouched` inline, for thousands of masters at each step, without what a push does not move.
     for master in masters:
         master.value_version = master.value._version
         master.half_taken = not master.is_param
