@@ -357,7 +357,7 @@ def _take_over(session: Session, objects: _Objects) -> None:
     if session.enabled:
         checkpoint.restore_after_initialize(session)
     else:
-        release_casts()  # ambient casts stay while other models need them for their losses
+        release_casts()
 
 
 def _ids_that_come_under_amp(models: Modules) -> set[int]:
