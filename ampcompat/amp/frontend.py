@@ -379,6 +379,8 @@ def _cast_models(session: Session, objects: _Objects) -> None:
     options = session.properties.options
     policy = session.policy
     parts = {part: None for model in objects.models for part in model.modules()}
+    if policy.half_dtype is not None:
+        policy.has_parts = _hold_one_another(objects.models)
     groups = [group for optimizer in objects.optimizers for group in optimizer.param_groups]
     trained = {id(param) for group in groups for param in group["params"]}
     cast_weights(
@@ -397,6 +399,12 @@ def _cast_models(session: Session, objects: _Objects) -> None:
         is_kept = part in objects.kept
         if is_kept or isinstance(before, BoundaryPolicy):
             replace_policy(part, boundary if is_kept else None)
+
+
+def _hold_one_another(models: Modules) -> bool:
+    """Whether one of ``models`` is a part of another."""
+    below = [part for model in models for part in model.modules() if part is not model]
+    return any(model in below for model in models)
 
 
 def _release_optimizer(optimizer: Optimizer) -> None:
