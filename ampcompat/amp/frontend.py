@@ -226,13 +226,14 @@ def _check_objects(models: object, optimizers: object, keep_fp32: object, option
 
 
 def _models_under_amp(models: object) -> Modules:
-    """Return the modules in ``models``, and inside of them, that an earlier call has put under amp, each once."""
+    """Return the modules in ``models``, and inside of them, that run as models under amp, each once; copies too."""
     given = models if isinstance(models, (list, tuple)) else [models]
     under_amp: dict[torch.nn.Module, None] = {}
     for model in given:
         if isinstance(model, torch.nn.Module):
             for module in _torch.uncompiled(model).modules():
-                if module in state.models.live:
+                policy = module.__dict__.get("_amp_policy")
+                if policy is not None and not isinstance(policy, BoundaryPolicy):
                     under_amp[module] = None
     return list(under_amp)
 

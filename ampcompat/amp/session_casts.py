@@ -22,7 +22,7 @@ from ampcompat.amp.scaling.session import Session
 
 
 def begin_casts(session: Session) -> None:
-    """Bring the casts of ``session``, if it has any, into force, and the ambient casts to the devices of live models."""
+    """Bring the casts of ``session``, if it has any, into force, and ambient casts to the devices of live models."""
     held = device_types_of(state.models.live)
     if state.models.live and not held:  # models without tensors alone: they compute where their inputs are
         held = {_torch.accelerator(), "cpu"}
