@@ -57,6 +57,15 @@ class ModelPolicy:
     def __post_init__(self) -> None:
         self.half_dtype = self.input_dtype if self.input_dtype in HALF_DTYPES else None
 
+    def steps_like(self, other: ModelPolicy) -> bool:
+        """Whether optimizers of models under both policies step the same kind of weights with the same gradients."""
+        return (
+            self.opt_level == other.opt_level
+            and self.casts == other.casts
+            and self.half_dtype == other.half_dtype
+            and self.master_weights == other.master_weights
+        )
+
     def __deepcopy__(self, memo: dict[int, object]) -> ModelPolicy:
         if self.half_dtype is not None and _amp_state.verbosity > 0:
             say_once(
