@@ -65,19 +65,19 @@ def _skipped(function: F, with_callees: bool) -> F:
     return function
 
 
-def run_untraced(function: Callable[..., R], *args: object) -> R:
-    """``function(*args)``, which neither ``torch.jit.trace`` nor ``make_fx`` records as a part of the caller."""
+def run_untraced(function: Callable[..., R], *args: object, **kwargs: object) -> R:
+    """Call ``function``, which neither ``torch.jit.trace`` nor ``make_fx`` records as a part of the caller."""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
         from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
         with disable_proxy_modes_tracing():
-            return function(*args)
+            return function(*args, **kwargs)
     tracing: torch._C.TracingState | None = torch._C._get_tracing_state()
     if tracing is None:
-        return function(*args)
+        return function(*args, **kwargs)
     try:
         torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
-        return function(*args)
+        return function(*args, **kwargs)
     finally:
         torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
 

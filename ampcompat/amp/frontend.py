@@ -100,7 +100,8 @@ def initialize(
 
     The signature is apex's (``apex/amp/frontend.py: initialize``); what apex did not have is by keyword alone. May be
     called any number of times, for the same or other objects, at any levels: each call owns its models, optimizers and
-    scalers; ``amp.state_dict()`` and ``amp._amp_state`` show the latest. apex allowed one call.
+    scalers. ``amp._amp_state`` shows the latest call; ``amp.state_dict()`` has its scalers first, then those of earlier
+    calls whose optimizers are alive. apex allowed one call.
 
     Args:
         models: A ``torch.nn.Module`` with float32 weights, not yet wrapped in DDP or DataParallel; or a list of them.
@@ -226,13 +227,14 @@ def _check_objects(models: object, optimizers: object, keep_fp32: object, option
 
 
 def _models_under_amp(models: object) -> Modules:
-    """Return the modules in ``models``, and inside of them, that an earlier call has put under amp, each once."""
+    """Return the modules in ``models``, and inside of them, that run as models under amp, each once; copies too."""
     given = models if isinstance(models, (list, tuple)) else [models]
     under_amp: dict[torch.nn.Module, None] = {}
     for model in given:
         if isinstance(model, torch.nn.Module):
             for module in _torch.uncompiled(model).modules():
-                if module in state.models.live:
+                policy = module.__dict__.get("_amp_policy")
+                if policy is not None and not isinstance(policy, BoundaryPolicy):
                     under_amp[module] = None
     return list(under_amp)
 
@@ -264,11 +266,11 @@ def _refuse_to_leave(models: Modules, given: list[Optimizer], policy: ModelPolic
         if not _would_be_left(optimizer, given, policy) or changed.isdisjoint(_ids_held_by(optimizer)):
             continue
         before = optimizer._amp_stash.session.properties.opt_level
-        after = policy.opt_level or "out of amp"
         raise RuntimeError(
             f"amp.initialize got a model without its {type(optimizer).__name__}, which an earlier call put under amp at"
-            f" {before}, not {after} - an optimizer steps weights of the level that it was initialized at - pass"
-            " it too, with all of its models, or drop it (del optimizer) before (D32)."
+            f" {before}, and would {_change_of_level(before, policy.opt_level)} - an optimizer steps weights of the"
+            " level that it was initialized at - pass it too, with all of its models, or drop it (del optimizer) before"
+            " (D32)."
         )
 
 
@@ -276,14 +278,16 @@ def _would_be_left(optimizer: Optimizer, given: list[Optimizer], policy: ModelPo
     """Whether ``optimizer`` is not given to this call, and steps otherwise than optimizers under ``policy`` do."""
     if any(optimizer is other for other in given):
         return False
-    own = optimizer._amp_stash.session.policy
-    steps_alike = (
-        own.opt_level == policy.opt_level
-        and own.casts == policy.casts
-        and own.half_dtype == policy.half_dtype
-        and own.master_weights == policy.master_weights
-    )
-    return not steps_alike
+    return not optimizer._amp_stash.session.policy.steps_like(policy)
+
+
+def _change_of_level(before: str, after: str) -> str:
+    """What a call at the level ``after`` does to a model at ``before``; the level of ``enabled=False`` is empty."""
+    if not after:
+        return "take the model out of amp"
+    if after == before:
+        return f"put the model at {after} with other options"
+    return f"put the model at {after}"
 
 
 def _ids_in(models: Modules) -> set[int]:
@@ -357,7 +361,7 @@ def _take_over(session: Session, objects: _Objects) -> None:
     if session.enabled:
         checkpoint.restore_after_initialize(session)
     else:
-        release_casts()  # ambient casts stay while other models need them for their losses
+        release_casts()
 
 
 def _ids_that_come_under_amp(models: Modules) -> set[int]:
@@ -379,6 +383,8 @@ def _cast_models(session: Session, objects: _Objects) -> None:
     options = session.properties.options
     policy = session.policy
     parts = {part: None for model in objects.models for part in model.modules()}
+    if policy.half_dtype is not None:
+        policy.has_parts = _hold_one_another(objects.models)
     groups = [group for optimizer in objects.optimizers for group in optimizer.param_groups]
     trained = {id(param) for group in groups for param in group["params"]}
     cast_weights(
@@ -397,6 +403,12 @@ def _cast_models(session: Session, objects: _Objects) -> None:
         is_kept = part in objects.kept
         if is_kept or isinstance(before, BoundaryPolicy):
             replace_policy(part, boundary if is_kept else None)
+
+
+def _hold_one_another(models: Modules) -> bool:
+    """Whether one of ``models`` is a part of another."""
+    below = [part for model in models for part in model.modules() if part is not model]
+    return any(model in below for model in models)
 
 
 def _release_optimizer(optimizer: Optimizer) -> None:

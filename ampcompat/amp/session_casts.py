@@ -22,7 +22,7 @@ from ampcompat.amp.scaling.session import Session
 
 
 def begin_casts(session: Session) -> None:
-    """Make the casts of ``session``, if it has any, the ambient ones, on the devices of every live model."""
+    """Bring the casts of ``session``, if it has any, into force, and ambient casts to the devices of live models."""
     held = device_types_of(state.models.live)
     if state.models.live and not held:  # models without tensors alone: they compute where their inputs are
         held = {_torch.accelerator(), "cpu"}
@@ -35,7 +35,7 @@ def begin_casts(session: Session) -> None:
         _come_into_force(session)
     elif session.policy.half_dtype is not None and "cpu" in session.device_types:
         cpu_convolution.acquire()
-    release_casts()
+    _uninstall_if_unused()  # first, because it forgets the device types: this call may have changed the last O1 model
     of_init = [other.device_types for other in state.casts.sessions if not other.has_models]
     set_ambient(session.device_types.union(*of_init))
 
@@ -85,13 +85,19 @@ def switch_casts(session: Session, on: bool) -> None:
 
 
 def end_casts(session: Session) -> None:
-    """Take the casts of ``session`` back (``handle._deactivate()``); with the last of them go all patches of torch."""
+    """Take the casts of ``session`` back (``handle._deactivate()``)."""
     for policy in session.casting:
         policy.casts = policy.casts._replace(enabled=False)
     release_casts()
 
 
 def release_casts() -> None:
+    """Make the casts of the latest call that still casts the ambient ones; without any, take all patches off torch."""
+    _uninstall_if_unused()
+    set_ambient(state.casts.device_types)
+
+
+def _uninstall_if_unused() -> None:
     """Take all patches off torch if no model and no ``amp.init`` casts functions any more."""
     policies = [*policies_in_force(), *(session.policy for session in sessions_in_force())]
     if not any(policy.casts.enabled for policy in policies):

@@ -294,3 +294,22 @@ def test_a_copy_under_an_optimizer_of_its_own():
     masters_agree(copied)
     with pytest.raises(RuntimeError, match=r"amp\.initialize"), amp.scale_loss(torch.ones(()), optimizer):
         pass
+
+
+@WAYS
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_copy_is_taken_out_of_amp(level, way):
+    model, optimizer = made(level=level)
+    train(model, optimizer, 2)
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    clone = way(model)
+    for _ in range(2):  # the second call finds a plain model
+        assert amp.initialize(clone, enabled=False) is clone
+        assert type(clone) is Net
+        assert all(param.dtype == torch.float32 for param in clone.parameters())
+        assert all(torch.equal(value, want[name]) for name, value in clone.state_dict().items())
+    masters_agree(model, optimizer)
+    train(model, optimizer, 1)
+    assert all(torch.equal(value, want[name]) for name, value in clone.state_dict().items())
+    with amp.disable_casts():
+        assert clone(batch()).dtype == torch.float32

@@ -318,6 +318,16 @@ def both_written(level):
         run.copies_are(torch.stack([ROW, torch.full((4,), 1 / 3)]))
 
 
+def value_written_after_half_through_data(level):
+    """A version that moved is sure of a write; that ``data`` was taken is not."""
+    run, other = Run(level), thirds(2)
+    write_through_data(run.model.weight)
+    with torch.no_grad():
+        run.held.copy_(other)
+    run.forward()
+    run.copies_are(other)
+
+
 def replaced(level):
     run = Run(level)
     old = run.model.weight
@@ -425,6 +435,28 @@ def initialized_at_another_level(level):
     assert run.held is run.model.weight
 
 
+def copied_while_data_is_taken(level):
+    """A copy takes ``data`` too, to read it: what a script writes through the ``data`` that it took before counts."""
+    for copy_of in (copy.deepcopy, by_pickle, amp.unwrap, lambda model: copy.deepcopy(model.weight)):
+        run = Run(level)
+        alias = run.model.weight.data
+        copy_of(run.model)
+        alias[0] = ROW
+        run.step(torch.zeros(2, 4))
+        run.copies_are(run.taken(ROW))
+
+
+def copied_before_the_state_dict_is_written(level):
+    """That a copy took ``data`` is no write, which would count before one through ``data`` of the state dict."""
+    for copy_of in (copy.deepcopy, by_pickle, amp.unwrap):
+        run = Run(level)
+        copy_of(run.model)
+        other = thirds(2)
+        run.model.state_dict()["weight"].data.copy_(other)
+        run.forward()
+        run.copies_are(other)
+
+
 #: Tests of each row of the table, by its first cell.
 EVENTS = {
     "`initialize`": [initialized],
@@ -444,14 +476,15 @@ EVENTS = {
         exported_after_it_was_written_back,
     ],
     "value written": [value_written, value_written_through_data, value_written_while_half_was_looked_at],
-    "both written, with no look between": [both_written],
+    "both written in place": [both_written],
+    "half through `data`, then value in place": [value_written_after_half_through_data],
     "parameter replaced in its module": [replaced],
     "replaced, and added to an optimizer": [replaced_and_added],
     "buffer assigned in its module": [buffer_assigned],
     "`model.to(device)`": [moved_to_a_device],
     "other strides (`memory_format=`)": [laid_out_anew],
     "`model.float()` and the like": [made_float, made_double, made_half_again],
-    "deepcopy, pickle": [copied],
+    "deepcopy, pickle": [copied, copied_while_data_is_taken, copied_before_the_state_dict_is_written],
     "`initialize` at another level": [initialized_at_another_level],
 }
 

@@ -63,17 +63,17 @@ class Policy(Protocol):
 # -- ambient casts -----------------------------------------------------------------------------------------------------
 def set_ambient(device_types: Iterable[str]) -> None:
     """Make the casts of the latest call the ambient ones of this thread, on ``device_types`` and no others."""
-    ambience = state.casts
-    casts = _latest_casts()
+    casts = state.casts
+    latest = _latest_casts()
     wanted = tuple(sorted(set(device_types)))
-    if ambience.original is None and casts.enabled:
-        ambience.original = _state_outside_of_regions()
-    for device_type in set(ambience.device_types).difference(wanted):
+    if casts.original is None and latest.enabled:
+        casts.original = _state_outside_of_regions()
+    for device_type in set(casts.device_types).difference(wanted):
         torch.set_autocast_enabled(device_type, False)
-    ambience.ambient = casts if casts.enabled else None
-    ambience.device_types = wanted
-    ambience.owner = threading.get_ident()
-    assert_ambience()
+    casts.ambient = latest if latest.enabled else None
+    casts.device_types = wanted
+    casts.owner = threading.get_ident()
+    apply_ambient_casts()
 
 
 def _latest_casts() -> Casts:
@@ -109,14 +109,14 @@ def model_collected() -> None:
     autocast's state nor what traced code reads of ours: the next forward or backward pass follows. Patches of torch
     stay until the next ``initialize``.
     """
-    ambience = state.casts
-    ambience.collected_in_trace = ambience.ambient is not None and _torch.is_tracing()
-    if ambience.ambient is None or ambience.collected_in_trace:
+    casts = state.casts
+    casts.collected_in_trace = casts.ambient is not None and _torch.is_tracing()
+    if casts.ambient is None or casts.collected_in_trace:
         return
-    casts = _latest_casts()
-    if not casts.same_as(ambience.ambient):
-        ambience.ambient = casts if casts.enabled else None
-        assert_ambience()
+    latest = _latest_casts()
+    if not latest.same_as(casts.ambient):
+        casts.ambient = latest if latest.enabled else None
+        apply_ambient_casts()
 
 
 def _state_outside_of_regions() -> Saved:
@@ -129,24 +129,24 @@ def _state_outside_of_regions() -> Saved:
     return Saved(tuple(devices), cache=True)
 
 
-def assert_ambience() -> None:
+def apply_ambient_casts() -> None:
     """Set the ambient casts again, where nothing else is in force in this thread.
 
     A ``torch.autocast`` region that was open while ``initialize`` ran puts back, at its exit, what it found at its
     entry: the casts from before ``initialize``.
     """
-    ambience = state.casts
-    if ambience.original is None or ambience.owner != threading.get_ident():
+    casts = state.casts
+    if casts.original is None or casts.owner != threading.get_ident():
         return
-    if ambience.thread.forwards or ambience.thread.off or _torch.autocast_nesting():
+    if casts.thread.forwards or casts.thread.off or _torch.autocast_nesting():
         return
-    ambient = ambience.ambient
-    for device_type in ambience.device_types:
+    ambient = casts.ambient
+    for device_type in casts.device_types:
         torch.set_autocast_enabled(device_type, ambient is not None)
         if ambient is not None:
             torch.set_autocast_dtype(device_type, ambient.dtype)
-    casts_somewhere = ambient is not None and bool(ambience.device_types)
-    torch.set_autocast_cache_enabled(ambience.original.cache and not casts_somewhere)
+    casts_somewhere = ambient is not None and bool(casts.device_types)
+    torch.set_autocast_cache_enabled(casts.original.cache and not casts_somewhere)
 
 
 def switch_this_forward(on: bool) -> None:
@@ -192,18 +192,18 @@ def _patch_torch() -> None:
 
 def uninstall_casting() -> None:
     """Leave autocast in this thread, and torch, as they were before the first :func:`install_casting`. Idempotent."""
-    ambience = state.casts
-    if ambience.original is not None:
+    casts = state.casts
+    if casts.original is not None:
         torch.clear_autocast_cache()
-        restore(ambience.original)
-    if ambience.patches is not None:
-        ambience.patches.close()
-    ambience.original = None
-    ambience.ambient = None
-    ambience.collected_in_trace = False
-    ambience.device_types = ()
-    ambience.patches = None
-    ambience.undo_registered.close()
+        restore(casts.original)
+    if casts.patches is not None:
+        casts.patches.close()
+    casts.original = None
+    casts.ambient = None
+    casts.collected_in_trace = False
+    casts.device_types = ()
+    casts.patches = None
+    casts.undo_registered.close()
     installation.release()
     has_half_models = any(policy.half_dtype for policy in policies_in_force())
     if not has_half_models:
@@ -260,4 +260,4 @@ def _region_changed(device_type: str, change: int, other_dtype: bool) -> None:
     has_begun = change == 1
     if has_begun and device_type in state.casts.device_types and not torch.is_autocast_enabled(device_type):
         mark_switched_off(in_forwards=True)  # the region puts the flag back at its exit
-    assert_ambience()
+    apply_ambient_casts()

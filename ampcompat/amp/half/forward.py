@@ -41,6 +41,8 @@ class ModelPolicy:
         output_dtype: Floating outputs are cast to it; None leaves them.
         master_weights: Whether half weights have float32 masters.
         half_dtype: The half dtype that weights were cast to; None where they stay float32.
+        has_parts: Whether ``initialize`` cast a model and a part of it to half: ``[model, model.generator]``.
+        traced_depth: How many forwards under this policy the compiler is inside; counted if ``has_parts``.
     """
 
     opt_level: str
@@ -49,9 +51,20 @@ class ModelPolicy:
     output_dtype: torch.dtype | None
     master_weights: bool
     half_dtype: torch.dtype | None = field(init=False)
+    has_parts: bool = field(init=False, default=False)
+    traced_depth: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.half_dtype = self.input_dtype if self.input_dtype in HALF_DTYPES else None
+
+    def steps_like(self, other: ModelPolicy) -> bool:
+        """Whether optimizers of models under both policies step the same kind of weights with the same gradients."""
+        return (
+            self.opt_level == other.opt_level
+            and self.casts == other.casts
+            and self.half_dtype == other.half_dtype
+            and self.master_weights == other.master_weights
+        )
 
     def __deepcopy__(self, memo: dict[int, object]) -> ModelPolicy:
         if self.half_dtype is not None and _amp_state.verbosity > 0:
@@ -67,8 +80,8 @@ class ModelPolicy:
         """Call ``forward(*args, **kwargs)`` of ``model`` under this policy."""
         if torch.compiler.is_compiling():
             return self._run_compiled(forward, args, kwargs)
-        was_unpickled = self.casts.enabled and state.casts.patches is None
-        if was_unpickled:  # in a process without ``initialize``
+        casts_not_installed = self.casts.enabled and state.casts.patches is None
+        if casts_not_installed:  # unpickled in a process without ``initialize``, or after a reset
             _torch.run_uncompiled(install_casting, [device_type_of(model)])
             return _torch.run_uncompiled(self.run, model, forward, args, kwargs)
         if state.observers:
@@ -106,7 +119,8 @@ class ModelPolicy:
         """Call ``forward`` on inputs of this policy's dtype, with this policy's casts on, or all casts off."""
         if self.input_dtype is not None:
             args = cast_tree(args, self.input_dtype)
-            kwargs = kwargs and cast_tree(kwargs, self.input_dtype)
+            if kwargs:
+                kwargs = cast_tree(kwargs, self.input_dtype)
         casts = None
         if state.casts.original is not None or self.casts.enabled:  # else there is nothing to switch off
             casts = self._casts_for(model, args)
@@ -158,13 +172,33 @@ class ModelPolicy:
             )
         if self.input_dtype is not None:
             args = cast_tree(args, self.input_dtype)
-            kwargs = cast_tree(kwargs, self.input_dtype)
+            if kwargs:
+                kwargs = cast_tree(kwargs, self.input_dtype)
         device_types = state.casts.device_types
         if not device_types:  # the model was unpickled: no ``initialize`` has named any
             # Not the model's own device: torch 2.4 cannot trace ``parameters()`` of every model.
             device_types = tuple({tensor.device.type: None for tensor in tensors_in((args, kwargs))})
-        output = self._call_in_graph(device_types, forward, args, kwargs)
-        return output if self.output_dtype is None else cast_tree(output, self.output_dtype)
+        is_part = False
+        if self.has_parts:
+            output, is_part = self._call_with_parts_in_graph(device_types, forward, args, kwargs)
+        else:
+            output = self._call_in_graph(device_types, forward, args, kwargs)
+        return output if self.output_dtype is None or is_part else cast_tree(output, self.output_dtype)
+
+    def _call_with_parts_in_graph(
+        self, device_types: tuple[str, ...], forward: Forward, args: Args, kwargs: Kwargs
+    ) -> tuple[object, bool]:
+        """Call ``forward``; return its output, and whether a forward around it, under this policy, wants it in half.
+
+        The depth is an attribute because the compiler can follow one, unlike the thread's list. Calls without parts do
+        not come here: where a graph breaks inside a ``try``, the compiler leaves the whole function to Python.
+        """
+        is_part = self.traced_depth > 0
+        self.traced_depth += 1
+        try:
+            return self._call_in_graph(device_types, forward, args, kwargs), is_part
+        finally:
+            self.traced_depth -= 1
 
     def _call_in_graph(self, device_types: tuple[str, ...], forward: Forward, args: Args, kwargs: Kwargs) -> object:
         """Call ``forward`` with this policy's casts on ``device_types``.

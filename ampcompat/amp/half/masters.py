@@ -4,27 +4,28 @@ A master belongs to the model's tensor. Its module holds it (:class:`ampcompat.a
 deepcopy and pickle take it along; either tensor leads to it (:func:`master_of`); optimizers borrow its float32 copy.
 The life of a master, as a table of what each event does to its two copies:
 
-===================================  =============================  =======================================
-event                                half (the model's tensor)      value (the float32 master)
-===================================  =============================  =======================================
-``initialize``                       rounded from float32           the float32 weight, to the bit
-``optimizer.step``                   rounded from value             stepped by the optimizer
-``load_state_dict``                  rounded from what was loaded   what was loaded
-half written, its version moves      kept                           takes the elements that differ
-half written through ``data``        kept                           takes the elements that differ
-half written through an older alias  kept until the next step       at ``amp.sync_masters`` alone
-half written, and written back       kept                           kept
-value written                        rounded from value             kept
-both written, with no look between   kept                           takes the elements that differ
-parameter replaced in its module     stays, of no model; a warning  stays with its optimizer
-replaced, and added to an optimizer  stays, of no model             stays; the new one has its own
-buffer assigned in its module        the new buffer, as it is       made anew from it, at the next save
-``model.to(device)``                 moved                          follows
-other strides (``memory_format=``)   laid out anew                  keeps its strides, for fused optimizers
-``model.float()`` and the like       cast back                      takes the elements that differ
-deepcopy, pickle                     copied                         copied
-``initialize`` at another level      float32 again, from value      dropped
-===================================  =============================  =======================================
+==========================================  =============================  =======================================
+event                                       half (the model's tensor)      value (the float32 master)
+==========================================  =============================  =======================================
+``initialize``                              rounded from float32           the float32 weight, to the bit
+``optimizer.step``                          rounded from value             stepped by the optimizer
+``load_state_dict``                         rounded from what was loaded   what was loaded
+half written, its version moves             kept                           takes the elements that differ
+half written through ``data``               kept                           takes the elements that differ
+half written through an older alias         kept until the next step       at ``amp.sync_masters`` alone
+half written, and written back              kept                           kept
+value written                               rounded from value             kept
+both written in place                       kept                           takes the elements that differ
+half through ``data``, then value in place  rounded from value             kept
+parameter replaced in its module            stays, of no model; a warning  stays with its optimizer
+replaced, and added to an optimizer         stays, of no model             stays; the new one has its own
+buffer assigned in its module               the new buffer, as it is       made anew from it, at the next save
+``model.to(device)``                        moved                          follows
+other strides (``memory_format=``)          laid out anew                  keeps its strides, for fused optimizers
+``model.float()`` and the like              cast back                      takes the elements that differ
+deepcopy, pickle                            copied                         copied
+``initialize`` at another level             float32 again, from value      dropped
+==========================================  =============================  =======================================
 
 An element differs where ``value`` does not round to what ``half`` holds: every element that no other code wrote keeps
 its low bits.
@@ -39,7 +40,8 @@ master.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -93,7 +95,7 @@ class Master:
         self.value = value
         self.slots: list[tuple[dict[str, Any], str]] = []
         self.grad_shown = False
-        self.note_pushed()
+        self.note_untouched()
         self.register()
 
     def register(self) -> None:
@@ -124,8 +126,8 @@ class Master:
         self.address = self.half.data_ptr()
         self.value_taken = False
 
-    def note_pushed(self) -> None:
-        """Note that ``value`` was rounded into ``half``, so that nothing older counts in ``half``."""
+    def note_untouched(self) -> None:
+        """Note that both copies are equal now, and that nothing that happened before counts as written."""
         self.note_equal()
         self.half_taken = not self.is_param
 
@@ -163,7 +165,7 @@ class Master:
         else:
             if self.due is Due.PULL:
                 align_written([self])
-                self.half_taken = False
+                self.half_taken = False  # unlike after other pulls: what comes through the master's ``data`` counts
             self.value_taken = True
 
     # -- what the module did to its tensor -----------------------------------------------------------------------------
@@ -202,7 +204,7 @@ class Master:
     def push(self) -> None:
         """Round the master into its half weight, whatever that holds."""
         push_all([self])
-        self.note_pushed()
+        self.note_untouched()
 
     def rebind(self, half: torch.Tensor) -> None:
         """Make ``half``, which has taken the place of the model's tensor, the half copy under every name."""
@@ -223,7 +225,6 @@ class Master:
             return self  # a compiler's stand-in for the module, which is never stepped
         clone = memo[id(self)] = Master(half, value)  # its slots are found by ``masters_of``
         clone.push()  # ``half`` may have been copied with its module, before it followed ``value``
-        self.note_pushed()  # to copy both, torch took their ``data``
         return clone
 
     def __reduce__(self) -> Any:
@@ -238,8 +239,9 @@ def _rebuilt(half: torch.Tensor, value: torch.Tensor) -> Master:
 
 
 def watch_torch() -> None:
-    """Note ``param.data`` that is taken, until a reset."""
+    """Note ``param.data`` that is taken, but not to copy or pickle ``param``, until a reset."""
     state.patch_once(_torch.watch_parameter_data, _note_taken)
+    state.patch_once(_torch.watch_parameter_copies, _flags_kept)
 
 
 def _note_taken(param: torch.Tensor) -> None:
@@ -247,6 +249,23 @@ def _note_taken(param: torch.Tensor) -> None:
     master = master_of(param)
     if master is not None:
         master.note_taken(param)
+
+
+@contextmanager
+def _flags_kept(param: torch.Tensor) -> Iterator[None]:
+    """Context in which torch copies or pickles ``param``: that it takes ``data`` is no news of what a script writes."""
+    master = master_of(param)
+    if master is None:
+        yield
+        return
+    align_written([master])
+    half_taken = master.half_taken
+    value_taken = master.value_taken
+    try:
+        yield
+    finally:
+        master.half_taken = half_taken
+        master.value_taken = value_taken
 
 
 def _recast(tensor: torch.Tensor, dtype: torch.dtype) -> None:
@@ -282,7 +301,7 @@ def push_written(masters: Iterable[Master]) -> None:
         or half.data_ptr() != m.address
     ]
     if written:
-        _torch.run_untraced(_bring_up_to_date, written, False)
+        _torch.run_untraced(_bring_up_to_date, written, pulls=False)
 
 
 def align_written(masters: Iterable[Master]) -> None:
@@ -298,20 +317,19 @@ def align_written(masters: Iterable[Master]) -> None:
         or half.data_ptr() != m.address
     ]
     if written:
-        _torch.run_untraced(_bring_up_to_date, written, True)
+        _torch.run_untraced(_bring_up_to_date, written, pulls=True)
 
 
-def _bring_up_to_date(masters: list[Master], pulls: bool) -> None:
+def _bring_up_to_date(masters: list[Master], *, pulls: bool) -> None:
     """Push masters that a script wrote; if ``pulls``, also pull what it wrote to half weights."""
     tensors_are_stand_ins = torch.compiler.is_compiling() or _torch.in_fake_mode()
     if tensors_are_stand_ins:
         return
     for master in masters:
         master.follow_module()
-    to_pull = [master for master in masters if master.due is Due.PULL]
     to_push = [master for master in masters if master.due is Due.PUSH]
     if pulls:
-        pull_all(to_pull)
+        pull_all([master for master in masters if master.due is Due.PULL])
     push_all(to_push)
 
 
@@ -340,7 +358,7 @@ def push_all(masters: Sequence[Master]) -> None:
         versions.append(master.half._version)
     _torch.foreach_copy_(halves, values)
     _torch.set_versions(halves, versions)
-    # :meth:`Master.note_pushed` inline, for thousands of masters at each step, without what a push does not move.
+    # :meth:`Master.note_untouched` inline, for thousands of masters at each step, without what a push does not move.
     for master in masters:
         master.value_version = master.value._version
         master.half_taken = not master.is_param

@@ -263,8 +263,7 @@ def _put_under_amp(model: torch.nn.Module) -> torch.nn.Module:
     if not isinstance(model, AmpModel):
         _torch.set_class(model, amp_class(type(model)))
     record = half_weights(model)
-    has_lost_hooks = record is not None and not model._state_dict_hooks
-    if record is not None and has_lost_hooks:
+    if record is not None and not model._state_dict_hooks:
         record.hooks.clear()
         hook(model, record.dtype, record.has_masters)
     follow_lifetime(model)

@@ -15,9 +15,9 @@ value's ``data`` was taken                           push
 none of these                                        nothing
 ===================================================  =======
 
-A version that moved is surer than ``data`` that was taken, and where both copies were written, the model's elements
-count. Flags end with a push, at the latest by the next step: a write through an alias from before is found by
-:func:`ampcompat.amp.half.masters.align_all` alone.
+A moved version counts before ``data`` that was taken. Between two of the same kind, the half weight counts. The half's
+flag ends with a push, at the latest at the next step; the master's ends with a push or a pull. A write through an alias
+from before is found by :func:`ampcompat.amp.half.masters.align_all` alone.
 """
 
 from __future__ import annotations

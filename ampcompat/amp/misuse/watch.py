@@ -63,7 +63,8 @@ class _Record:
     Attributes:
         had_block: Whether there was a block since the last step.
         had_gradients: Whether such a block gave any gradients.
-        used: The gradients in the model at the last step: a later step that finds one of them has no new one.
+        used: The gradients in the model at the last step: if a later step finds one of these tensors, there was no new
+            backward pass.
         foreign: A gradient that a block of another optimizer has added to.
         half_gradients: What blocks have left in its half gradients.
     """
@@ -130,10 +131,12 @@ class Watch:
 
     def on_block_end(self, block: OpenBlock) -> None:
         """Note whose gradients ``block`` has given, and look at them if they were unscaled."""
-        expected = self._close(block)
+        expected = self._expected.pop(block, _Expected(None, []))
+        self._look_at_bystanders(expected)
+        self._count_down()
         if block.has_new_grads is None:  # gradients are left to torch, or stay scaled
             for optimizer in block.optimizers:
-                self.on_unscaled_by_script(optimizer)
+                self._note_gradients(optimizer)
             return
         if block.has_new_grads and expected.backward_calls == []:
             warn_of("unscaled loss in a block")
@@ -146,26 +149,34 @@ class Watch:
             record.half_gradients.remember(optimizer._amp_stash.leaves.masters)
 
     def on_unscaled_by_script(self, optimizer: Optimizer) -> None:
-        """Note that ``optimizer`` has gradients of a block, or of a script's own."""
+        """Note that a script has unscaled gradients of ``optimizer`` itself."""
+        self._note_gradients(optimizer)
+
+    def _note_gradients(self, optimizer: Optimizer) -> None:
+        """Note that ``optimizer`` had a block since its last step, and got gradients."""
         record = self._record_of(optimizer)
         record.had_block = True
         record.had_gradients = True
 
     def on_block_undone(self, block: OpenBlock) -> None:
         """Note that ``block`` was left by an exception."""
-        self._close(block)
+        expected = self._expected.pop(block, None)
+        if expected is not None:
+            self._look_at_bystanders(expected)
+        self._count_down()
 
-    def _close(self, block: OpenBlock) -> _Expected:
-        """Note what ``block`` has added to gradients of others, and end the watch after the last block."""
-        expected = self._expected.pop(block, _Expected(None, []))
+    def _look_at_bystanders(self, expected: _Expected) -> None:
+        """Note where a block has added to gradients of other optimizers."""
         for bystander in expected.bystanders:
             if bystander.is_there() and bystander.grad._version != bystander.version:
                 seen = bystander._replace(version=bystander.grad._version)
                 self._record_of(bystander.optimizer).foreign = seen
+
+    def _count_down(self) -> None:
+        """Count one block less to watch; after the last, end the watch."""
         self.blocks_left -= 1
         if self.blocks_left <= 0:
             state.observers[:] = [other for other in state.observers if other is not self]
-        return expected
 
     # -- a step --------------------------------------------------------------------------------------------------------
     def before_step(self, optimizer: Optimizer) -> None:

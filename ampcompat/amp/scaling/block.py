@@ -59,7 +59,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp.casts.ambience import assert_ambience
+from ampcompat.amp.casts.ambience import apply_ambient_casts
 from ampcompat.amp.hints import add_hint
 from ampcompat.amp.observers import notify
 from ampcompat.amp.scaling import backward_methods
@@ -117,7 +117,7 @@ class Block(OpenBlock):
         self.entered = True
         casts = state.casts
         if casts.device_types and torch.is_autocast_enabled(casts.device_types[0]) != (casts.ambient is not None):
-            assert_ambience()
+            apply_ambient_casts()
         # Which tensors, and what is to be done about them?
         for optimizer in self.optimizers:
             optimizer._amp_stash.look_up(optimizer)

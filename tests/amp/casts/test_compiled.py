@@ -160,6 +160,41 @@ def test_a_compiled_function_around_a_model_of_torchs_own_class(level):
     assert torch.equal(fast(x), model(x).float().sum())
 
 
+class Generator(nn.Linear):
+    """A class of a script's own: torch 2.4's compiler does not look into those of torch."""
+
+    def forward(self, x):
+        return torch.tanh(super().forward(x))
+
+
+class Generating(nn.Module):
+    """Computes with what its generator returns, as translation models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator, self.head = Generator(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.generator(x))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
+def test_a_part_that_was_initialized_too(level):
+    """A half model computes with half outputs of its part; code outside of models gets float32 ones."""
+    torch._dynamo.reset()
+    model = Generating()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    initialize([model, model.generator], optimizer, opt_level=level, verbosity=0)
+    x = torch.randn(3, 4)
+    for module in (model, model.generator, lambda x: model(x) + model.generator(x).sum()):
+        want = module(x)
+        fast = torch.compile(module, backend="aot_eager", fullgraph=True)
+        for _ in range(2):
+            got = fast(x)
+            assert got.dtype == want.dtype
+            assert torch.equal(got, want)
+
+
 class Gelu(nn.Linear):
     def forward(self, x):
         return nn.functional.gelu(super().forward(x))

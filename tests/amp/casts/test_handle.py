@@ -123,6 +123,52 @@ def test_deactivate_is_final_for_this_handle_only():
     second._clear_cache()
 
 
+def ambient_dtype():
+    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+
+def put_under_amp(level):
+    model = net()
+    return amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+
+
+def by_init():
+    handle = amp.init(patch_type=torch.float16)
+    return handle._deactivate
+
+
+def by_initialize():
+    model, optimizer = put_under_amp("O1")
+
+    def take_out():
+        amp.initialize(model, optimizer, enabled=False)
+
+    return take_out
+
+
+def by_initialize_and_its_handle():
+    held = put_under_amp("O1")
+
+    def deactivate():
+        amp._amp_state.handle._deactivate()
+        assert held  # alive: its casts do not end with it
+
+    return deactivate
+
+
+@pytest.mark.usefixtures("tensors_on_the_accelerator")
+@pytest.mark.parametrize("began", [by_init, by_initialize, by_initialize_and_its_handle])
+def test_code_outside_of_models_has_the_casts_of_the_latest_call_that_remains(began):
+    older = put_under_amp("O4")
+    assert ambient_dtype() == torch.bfloat16
+    end = began()
+    assert ambient_dtype() == torch.float16
+    end()
+    assert ambient_dtype() == torch.bfloat16
+    amp.initialize(*older, enabled=False)
+    assert ambient_dtype() == torch.float32
+
+
 def test_positional_enabled_and_a_static_scale():
     handle = amp.init(True, loss_scale="128.0")
     with handle.scale_loss(torch.ones(1), torch.optim.SGD(net().parameters(), lr=0.1)) as scaled:

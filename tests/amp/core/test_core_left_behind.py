@@ -23,7 +23,8 @@ def test_a_level_change_needs_the_optimizer_too(before, after, torch_state):
     model, optimizer = start(before, momentum)
     train(model, optimizer, 2)
     found = torch_state(), [p.detach().clone() for p in model.parameters()], amp.state_dict()
-    with pytest.raises(RuntimeError, match=f"without its SGD, .* at {before}, not {after} - .* - pass it too"):
+    message = f"without its SGD, .* at {before}, and would put the model at {after} - .* - pass it too"
+    with pytest.raises(RuntimeError, match=message):
         amp.initialize(model, opt_level=after, verbosity=0)
     assert torch_state() == found[0]
     assert same(found[1], list(model.parameters()))
@@ -33,6 +34,12 @@ def test_a_level_change_needs_the_optimizer_too(before, after, torch_state):
     train(model, optimizer, 2)
     if after in ("O2", "O5"):
         assert_tied(model)
+
+
+def test_a_change_of_options_needs_the_optimizer_too():
+    model, _optimizer = start("O2", momentum)
+    with pytest.raises(RuntimeError, match="at O2, and would put the model at O2 with other options - "):
+        amp.initialize(model, opt_level="O2", master_weights=False, verbosity=0)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
