@@ -48,13 +48,14 @@ def table() -> str:
     """The summary, a row for each run, and how they were run."""
     how: str = json.loads((HERE / "repositories.json").read_text(encoding="utf-8"))["how"]
     lines = [
-        "| repository, at the commit of the link | run | apex | ampcompat | difference | note |",
-        "|---|---|---|---|---|---|",
+        "| repository, at the commit of the link | run | apex | ampcompat | difference |",
+        "|---|---|---|---|---|",
     ]
     for run in runs():
         number = difference(run)
         apart = "" if number is None else "0" if number == 0 else f"{number:.1e}"
-        shown = [linked(run), run["run"], run["apex"], run["ampcompat"], apart, run.get("note", "")]
+        remark = ": ".join(filter(None, [apart, run.get("note")]))
+        shown = [linked(run), run["run"], run["apex"], run["ampcompat"], remark]
         lines.append("|" + "|".join(f" {cell} " if cell else " " for cell in shown) + "|")
     return summary() + "\n" + how + "\n\n" + "\n".join(lines) + "\n"
 
