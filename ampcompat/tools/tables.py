@@ -3,28 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-
-
-@dataclass
-class Table:
-    """Hold cells, a row each.
-
-    Attributes:
-        title: In lower case.
-        columns: Their names; none for a table without a head.
-        rows: The cells.
-    """
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]] = field(default_factory=list)
-
-    def text(self) -> str:
-        """The table below its title."""
-        head = [self.columns] if self.columns else []
-        lines = aligned([*head, *self.rows], ruled=bool(head))
-        return "\n".join([self.title, *(f"  {line}" for line in lines)])
 
 
 def aligned(rows: Sequence[Sequence[str]], ruled: bool = False, right: Collection[int] = ()) -> list[str]:

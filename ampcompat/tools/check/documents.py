@@ -7,13 +7,11 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TypedDict
+from dataclasses import dataclass
 
 from ampcompat.tools.check.split_lines import lines_of
 
 MAGIC = re.compile(r"^(\s*)([%!?].*)$")
-CELL = "# ampcompat cell {}"
 #: Outputs and metadata between two lines of code that are looked through.
 WINDOW = 5000
 HIDDEN = "#ampcompat magic:"
@@ -28,32 +26,17 @@ def is_notebook(name: str) -> bool:
     return name.endswith(".ipynb")
 
 
-class Cell(TypedDict):
-    """A cell of a notebook, as far as it is read here."""
-
-    cell_type: str
-    source: str | list[str]
-
-
-class Content(TypedDict):
-    """Hold the part of a notebook's JSON that is read."""
-
-    cells: list[Cell]
-
-
 @dataclass
 class Notebook:
     """The code of a notebook as one source, and its lines back in the notebook.
 
     Attributes:
-        content: The parsed file.
-        code: The cells one after the other, each after a comment that names it; magics are comments.
+        code: The cells one after the other; magics are comments.
         lines: For each line of ``code`` the line of the file, from 1; 0 where it has none.
     """
 
-    content: Content
-    code: str = ""
-    lines: list[int] = field(default_factory=list)
+    code: str
+    lines: list[int]
 
     @classmethod
     def read(cls, text: str) -> Notebook:
@@ -63,29 +46,22 @@ class Notebook:
             NotANotebook: It is not JSON with cells.
         """
         try:
-            content: Content = json.loads(text)
-            cells = content["cells"]
-            codes = [(i, "".join(cell["source"])) for i, cell in enumerate(cells) if cell["cell_type"] == "code"]
+            cells = json.loads(text)["cells"]
+            codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
             raise NotANotebook(f"is not a notebook: {problem}") from None
-        notebook = cls(content)
         places = _places(text)
         at = 0
-        lines: list[str] = []
-        for index, code in codes:
-            lines.append(CELL.format(index))
-            notebook.lines.append(0)
-            for line in lines_of(code):
+        code: list[str] = []
+        lines: list[int] = []
+        for cell in codes:
+            is_other_language = cell.lstrip().startswith("%%") and not cell.lstrip().startswith(("%%time", "%%capture"))
+            for line in lines_of(cell):
                 place = _next_place(places.get(line, []), at)
                 at = place or at
-                notebook.lines.append(place)
-                lines.append(MAGIC.sub(rf"\1{HIDDEN}\2", line))
-            if code.lstrip().startswith("%%") and not code.lstrip().startswith(("%%time", "%%capture")):
-                # A cell of another language.
-                count = len(lines_of(code))
-                lines[-count:] = [f"{HIDDEN}{line}" for line in lines_of(code)]
-        notebook.code = "\n".join(lines) + "\n"
-        return notebook
+                lines.append(place)
+                code.append(f"{HIDDEN}{line}" if is_other_language else MAGIC.sub(rf"\1{HIDDEN}\2", line))
+        return cls("".join(f"{line}\n" for line in code), lines)
 
     def commands(self) -> Iterator[tuple[int, str]]:
         """Commands for the shell in the cells, with their lines in ``code``, from 1."""

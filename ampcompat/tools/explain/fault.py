@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field
 
 from ampcompat.tools.explain.growth import Grown
@@ -68,9 +67,3 @@ class Fault:
             **self.facts,
         }
         return Message("fault", head, lines, content, all_ranks=self.all_ranks)
-
-
-def number_text(value: float) -> str:
-    """``value`` with all its digits, if it is a scale of 1 or more."""
-    is_whole = math.isfinite(value) and value >= 1
-    return f"{value:.0f}" if is_whole else f"{value:g}"

@@ -7,14 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ampcompat.tools.check.documents import NotANotebook, Notebook, is_notebook
+from ampcompat.tools.check.documents import is_notebook
 from ampcompat.tools.check.files import SUFFIXES, Text, Unreadable, decode, is_native_amp, read, sources
 from ampcompat.tools.check.manifests import is_manifest, is_requirement, places
 from ampcompat.tools.check.split_lines import indent_of, lines_of
 from ampcompat.tools.migrate.change import Change
 from ampcompat.tools.migrate.home import homes, imported
-from ampcompat.tools.migrate.notebook import as_source
-from ampcompat.tools.migrate.notebook import written as written_notebook
 from ampcompat.tools.migrate.parts import NAME, PARTS, needed_by, parts_of, written
 from ampcompat.tools.migrate.result import MARK, Result
 from ampcompat.tools.migrate.source import MENTION, migrate_source
@@ -150,7 +148,8 @@ def migrate_file(file: Path, name: str, to: str, package: str = "") -> Change:
             result = _without_apex(file, old.code, to)
             return Change(file, name, old, result.code, result.todos)
         if is_notebook(file.name):
-            return _notebook_change(file, name, old, to)
+            is_of_apex = MENTION.search(old.code) is not None
+            return Change(file, name, problem=NOTEBOOKS[to] if is_of_apex else "")
         result = migrate_source(old.code, to, package)
         if is_manifest(str(file)):
             marked = _without_apex(file, result.code, to)
@@ -161,33 +160,11 @@ def migrate_file(file: Path, name: str, to: str, package: str = "") -> Change:
         return Change(file, name, old, result.code, result.todos, "", result.notes, result.needs_amp)
     except Unreadable as problem:
         return Change(file, name, problem=f"the file {problem}")
-    except NotANotebook as problem:
-        return Change(file, name, problem=str(problem))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
-        if file.suffix not in (*SUFFIXES, ".ipynb"):
+        if file.suffix not in SUFFIXES:
             return Change(file, name, problem="is not a Python file")
         reason = problem.msg if isinstance(problem, SyntaxError) else str(problem) or type(problem).__name__
         return Change(file, name, problem=f"cannot be parsed ({reason})")
-
-
-def _notebook_change(file: Path, name: str, old: Text, to: str) -> Change:
-    """What becomes of a notebook: only its imports of ampcompat can be written."""
-    if to == "ampcompat":
-        return Change(file, name, old, *_notebook(old.code, to))
-    if not MENTION.search(old.code):
-        return Change(file, name)
-    return Change(file, name, problem=f"is a notebook: --to native leaves it alone; put {NAME}.py next to it by hand")
-
-
-def _notebook(text: str, to: str) -> tuple[str, list[tuple[int, str]]]:
-    """A notebook with its cells migrated as one source."""
-    notebook = Notebook.read(text)
-    code = as_source(notebook)
-    result = migrate_source(code, to)
-    new = written_notebook(text, notebook, result.code) if result.code != code else text
-    notes = [message for _, message in result.todos]
-    lines = [(number, line) for number, line in enumerate(lines_of(new), 1) if MARK in line]
-    return new, [(next((n for n, line in lines if message[:40] in line), 1), message) for message in notes]
 
 
 def _without_apex(file: Path, text: str, to: str) -> Result:
@@ -210,3 +187,8 @@ def _without_apex(file: Path, text: str, to: str) -> Result:
 #: Suffixes of files of requirements, one a line.
 REQUIREMENTS = (".txt", ".in")
 FROM_CHECKOUT = "no package index has ampcompat: install it from a checkout (pip install PATH)"
+#: What is said of a notebook that names apex.
+NOTEBOOKS = {
+    "ampcompat": "is a notebook, and left alone: call ampcompat.install_as_apex() in it above the first import of apex",
+    "native": f"is a notebook, and left alone: write import {NAME} as amp in it, and put {NAME}.py next to it by hand",
+}

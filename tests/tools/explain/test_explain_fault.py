@@ -225,12 +225,6 @@ def never_in_training():
     return model
 
 
-def with_one(value):
-    x = torch.randn(4, 8)
-    x[2, 3] = value
-    return x
-
-
 BATCH = torch.linspace(-1, 1, 32).view(4, 8)
 LARGE = torch.full((4, 8), 50.0)
 WORDS = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
@@ -247,12 +241,6 @@ CULPRITS = {
         {"x": WORDS},
         {"what": "bmm", "line": "torch.bmm(q * self.sharp", "where": "Attention itself"},
         {"register_float_function(torch, 'bmm')", "float16 ends at 65504"},
-    ),
-    "an eps that is 0 in float16": (
-        lambda: zeroed(lambda y: y / (y.abs().amax(-1, keepdim=True) + 1e-8)),
-        {},
-        {"what": "aten::div", "line": "+ 1e-8)", "hint": "eps=1e-08 is 0 in float16"},
-        {"use an eps of 1e-6 or more"},
     ),
     "log of zero": (
         lambda: Head(lambda y: torch.log(F.relu(y))),
@@ -276,23 +264,6 @@ CULPRITS = {
         {"what": "aten::div", "line": "y.norm(dim=-1", "hint": "a division by zero (4 zeros)"},
         {"F.normalize(x, eps="},
     ),
-    "NaN in a batch": (
-        lambda: Head(torch.tanh),
-        {"x": with_one(float("nan"))},
-        {"what": "input 0 was not finite before the forward", "where": "Head"},
-        {"look at the data loader, or at what else computes it"},
-    ),
-    "inf in a batch": (
-        lambda: Head(torch.tanh),
-        {"x": with_one(float("inf"))},
-        {"what": "input 0 was not finite before the forward", "where": "Head"},
-        {"look at the data loader, or at what else computes it"},
-    ),
-    "a batch beyond float16": (
-        lambda: Head(torch.tanh),
-        {"x": torch.full((4, 8), 1e5), "level": "O2"},
-        {"what": "too large for float16", "largest": "100000 "},
-    ),
     "a gradient beyond float16": (
         lambda: Head(lambda y: y),
         {"level": "O2", "loss_of": lambda y: (y * 50).sum()},
@@ -302,11 +273,6 @@ CULPRITS = {
             "hint": "without the loss scale of 65536 the gradient is",
         },
         {"float16 ends at 65504"},
-    ),
-    "the root of zero": (
-        lambda: zeroed(lambda y: y.float().sum(-1).sqrt()),
-        {"loss_of": lambda y: y.mean()},
-        {"pass": "backward", "line": "sum(-1).sqrt()", "hint": "(x + 1e-6).sqrt()"},
     ),
     "the root of zero at O0": (
         lambda: zeroed(lambda y: y.sum(-1).sqrt()),
@@ -449,9 +415,7 @@ def test_gradients_whose_sum_overflows(capsys):
     assert "or the sum of the gradients of these 2 forwards." in entry["head"]
 
 
-@pytest.mark.parametrize(
-    ("level", "scale"), [("O1", "dynamic"), ("O2", "dynamic"), ("O0", 1.0), ("O1", 128.0), ("O2", 128.0), ("O3", 1.0)]
-)
+@pytest.mark.parametrize(("level", "scale"), [("O2", "dynamic"), ("O0", 1.0), ("O1", 128.0), ("O3", 1.0)])
 def test_a_class_weight_that_is_not_finite(capsys, level, scale):
     """At a static scale the step is made with it, so the model returns NaN later: the weight is still named."""
     weight = torch.tensor([1.0, float("inf"), 1.0])

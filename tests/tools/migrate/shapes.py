@@ -111,24 +111,12 @@ def main():
 main()
 """
 CLIP = "torch.nn.utils.clip_grad_norm_(amp.master_params(opt), 0.1)"
-STEPPED = f"{scaled_backward()}{CLIP}\nopt.step()\nopt.zero_grad()\n"
 
 PLAIN = {
-    # How the step is written.
-    "steps over a list": SETUP + "optimizers = [opt]\n" + loop("for o in optimizers: o.step()"),
-    "step in a helper": "def go(o):\n    o.step()\n" + SETUP + loop("go(opt)"),
-    "step in try": SETUP + loop("try:\n    opt.step()\nexcept RuntimeError:\n    raise"),
+    # Steps and losses.
     "step of an optimizer beside amp": SETUP
     + "w = nn.Parameter(torch.ones(2))\nplain = torch.optim.SGD([w], lr=0.1)\n"
     + loop("opt.step()\nplain.zero_grad()\nw.sum().backward()\nplain.step()"),
-    "loss in both branches": SETUP
-    + turns(
-        "out = model(x)\nif i % 2:\n    loss = F.cross_entropy(out, y)\n    loss = loss / 2\n"
-        + indented(STEPPED)
-        + "else:\n    loss = F.cross_entropy(out, y)\n    opt.zero_grad()\n"
-        + indented(STEPPED)
-        + "LOSSES.append(loss.item())\n"
-    ),
     "loss in the block's head": SETUP
     + """\
 for i in range(6):
@@ -137,30 +125,6 @@ for i in range(6):
         scaled.backward()
         LOSSES.append(scaled.item() / 65536)
     opt.step()
-""",
-    "loss out of a tuple": "class Net(nn.Linear):\n    def forward(self, x, y):\n        out = super().forward(x)\n"
-    "        return F.cross_entropy(out, y), out\n"
-    + SETUP.replace("nn.Linear", "Net")
-    + loop("opt.step()", forward="loss, logits = model(x, y)"),
-    "forward with a loss that may not be": SETUP
-    + loop("opt.step()", forward="loss = F.cross_entropy(model(x), y)\nif not torch.isfinite(loss):\n    continue"),
-    "forward in a method": f"""\
-class Pix:
-    def __init__(self):
-        self.net = nn.Linear(4, 3)
-        self.opt = torch.optim.SGD(self.net.parameters(), lr=0.1)
-        self.net, self.opt = amp.initialize(self.net, self.opt, {SCALE})
-    def forward(self):
-        self.fake = self.net(x)
-    def optimize_parameters(self):
-        self.forward()
-        self.opt.zero_grad()
-        self.loss = F.cross_entropy(self.fake, y)
-{indented(scaled_backward("self.loss", "self.opt"), 2)}\
-        self.opt.step()
-        LOSSES.append(self.loss.item())
-p = Pix()
-for i in range(6): p.optimize_parameters()
 """,
     # Where things are.
     "scaling in a function of the module": f"""\
@@ -246,8 +210,6 @@ for i in range(6):
         o.step()
     LOSSES.append(loss.item())
 """,
-    "train and evaluate in functions": MAIN,
-    "backward and step in methods": TRAINER % ("", ""),
     # Gradients.
     "clip of masters": SETUP + loop(f"{CLIP}\nopt.step()"),
     "clip by value": SETUP + loop("nn.utils.clip_grad_value_(model.parameters(), 0.01)\nopt.step()"),
@@ -305,12 +267,6 @@ class Net(nn.Linear):
     "two optimizers with a loss each": PAIR % ", num_losses=2" + gan(", loss_id=0", ", loss_id=1"),
     "two optimizers under one loss": PAIR % "" + together("oa.step(); ob.step()\n"),
     # Set-up.
-    "initialize by keywords": f"""\
-model = nn.Linear(4, 3)
-opt = torch.optim.SGD(model.parameters(), lr=0.1)
-model, opt = amp.initialize(models=model, optimizers=opt, {SCALE})
-"""
-    + loop("opt.step()"),
     "amp's functions by a star": "from apex.amp import *\n"
     + SETUP.replace("amp.initialize", "initialize")
     + loop("opt.step()").replace("amp.scale_loss", "scale_loss"),
@@ -357,27 +313,6 @@ PLAIN |= {
     "evaluation by a name of the forward": SETUP
     + loop("opt.step()")
     + "f = model.forward\nLOSSES.append(f(x).sum().item())\nLOSSES.append(getattr(model, 'forward')(x).sum().item())\n",
-    "step in a base class": f"""\
-class Base:
-    def do(self): self.opt.step()
-class Trainer(Base):
-    def __init__(self):
-{indented(ON_SELF, 2)}\
-    def run(self):
-        for i in range(6):
-            self.opt.zero_grad()
-            loss = F.cross_entropy(self.model(x), y)
-{indented(scaled_backward(optimizer="self.opt"), 3)}\
-            self.do()
-            LOSSES.append(loss.item())
-Trainer().run()
-""",
-    "a loss every other time": PAIR % ", num_losses=2"
-    + turns(
-        one_of_pair("a", "a(x).float().pow(2).mean()", ", loss_id=0")
-        + "if i % 2:\n"
-        + indented(one_of_pair("b", "F.cross_entropy(b(a(x)), y)", ", loss_id=1"))
-    ),
     "the scaled loss used after the block": SETUP
     + loop("opt.step()", after="    LOSSES.append(scaled.item() / 65536)\n"),
     "weights changed between forwards": SETUP
@@ -390,9 +325,6 @@ Trainer().run()
         "opt.step()",
         forward="with torch.no_grad():\n    target = model(x)\nloss = F.mse_loss(model(x) * 2, target)",
     ),
-    "a module behind a test": SETUP
-    + "net = model.module if hasattr(model, 'module') else model\n"
-    + loop("opt.step()", forward="loss = F.cross_entropy(net(x), y)"),
     "a forward by a method of its own": "class Net(nn.Linear):\n    def encode(self, x):\n        return self(x)\n"
     + SETUP.replace("nn.Linear", "Net")
     + loop("opt.step()", forward="loss = F.cross_entropy(model.encode(x), y)"),
@@ -420,16 +352,6 @@ class Net(nn.Module):
     + SETUP.replace("nn.Linear(4, 3)", "Net()")
     + loop("opt.step()").replace("opt.zero_grad()", "model.zero_grad()")
     + loop("opt.step()").replace("opt.zero_grad()", "model.zero_grad('G'); model.zero_grad(which='D')"),
-    "a zero_grad without arguments": """\
-class Net(nn.Linear):
-    def zero_grad(self):
-        for p in self.parameters():
-            p.grad = None
-
-
-"""
-    + SETUP.replace("nn.Linear(", "Net(")
-    + loop("opt.step()").replace("opt.zero_grad()", "model.zero_grad()"),
     "a batch filtered by the arguments of forward": """\
 import inspect
 class Net(nn.Linear):
@@ -447,20 +369,6 @@ def names(forward):
         "opt.step()",
         forward="given = {n: batch[n] for n in names(model.forward)}\nloss = F.cross_entropy(model(**given), y)",
     ),
-    "a registry of model classes": """\
-class Registered(nn.Linear):
-    names = []
-    def __init_subclass__(cls, name):
-        super().__init_subclass__()
-        Registered.names.append(name)
-class Net(Registered, name="net"):
-    pass
-
-
-"""
-    + SETUP.replace("nn.Linear(", "Net(")
-    + loop("opt.step()")
-    + "LOSSES.append(len(Registered.names))\n",
     "delayed by one loss_id, ended by another": SETUP.replace("verbosity=0", "verbosity=0, num_losses=2")
     + turns(
         "opt.zero_grad()\nout = model(x)\none, two = F.cross_entropy(out, y), out.float().pow(2).mean()\n"
@@ -469,29 +377,6 @@ class Net(Registered, name="net"):
         + scaled_backward("two", "opt", ", loss_id=1")
         + "opt.step()\nLOSSES += [s.loss_scale() for s in amp._amp_state.loss_scalers]\n"
     ),
-    "the optimizers of a dict": PAIR % ""
-    + "opts = {'a': oa, 'b': ob}\n"
-    + together("oa.step(); ob.step()\n").replace("[oa, ob]", "opts.values()"),
-    "sparse gradients": """\
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words, self.out = nn.Embedding(8, 4, sparse=True), nn.Linear(4, 3)
-    def forward(self, x):
-        return self.out(self.words(x))
-
-
-x = torch.arange(16) % 5
-"""
-    + SETUP.replace("nn.Linear(4, 3)", "Net()")
-    + turns(
-        "loss = F.cross_entropy(model(x), y) / 2 * (float('inf') if i == 2 else 1)\n"
-        + scaled_backward()
-        + "if i % 2:\n    opt.step()\n    opt.zero_grad()\nif i != 2:\n    LOSSES.append(loss.item())\n"
-    ),
-    "outputs that are saved": "import io\n"
-    + SETUP
-    + loop("opt.step()", forward="out = model(x)\ntorch.save([out], io.BytesIO())\nloss = F.cross_entropy(out, y)"),
     "a function whose backward multiplies, decorated": """\
 class Multiply(torch.autograd.Function):
     @staticmethod
@@ -521,27 +406,15 @@ class Net(nn.Module):
 PLAIN |= OWN
 
 HARD = {
-    "step left out by continue after clipping": SETUP + loop(f"{CLIP}\nif i == 3:\n    continue\nopt.step()"),
-    "gradients cleared in finally": SETUP
-    + turns(
-        "try:\n"
-        + indented("for n in range(2):\n" + indented(f"loss = F.cross_entropy(model(x), y)\n{scaled_backward()}"))
-        + indented("norm = sum(p.grad.norm() for p in model.parameters())\nif i == 3:\n    continue\nopt.step()")
-        + "finally:\n    opt.zero_grad()\nLOSSES += [loss.item(), norm.item()]\n"
-    ),
-    "step in a string": SETUP + loop("exec('opt.step()')"),
     "step after a look at the norm": SETUP
     + loop("norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)\nif torch.isfinite(norm):\n    opt.step()"),
     "one of two optimizers steps now and then": PAIR % "" + together("oa.step()\nif i % 2:\n    ob.step()\n"),
-    "step of the class": SETUP + loop("torch.optim.SGD.step(opt)"),
     "gradients left over from the last step": SETUP
     + loop("opt.step()\nif i % 2: opt.zero_grad()").replace("    opt.zero_grad()\n", "", 1),
-    "step by getattr": SETUP + loop("getattr(opt, 'step')()"),
     "step with a closure": SETUP
     + "def closure():\n    opt.zero_grad()\n    loss = F.cross_entropy(model(x), y)\n"
     + indented(scaled_backward() + "return loss")
     + "for i in range(6):\n    LOSSES.append(opt.step(closure).item())\n",
-    "no step": SETUP + loop("pass"),
     "clip inside the block": SETUP
     + loop("opt.step()").replace("scaled.backward()", f"scaled.backward()\n        {CLIP}"),
     "clip in a method of its own": TRAINER
@@ -565,12 +438,6 @@ HARD = {
     "apex probed by name": "import importlib.util\nHAS = importlib.util.find_spec('apex') is not None\n"
     + SETUP
     + loop("opt.step()"),
-    "a loss that is scaled some of the time": SETUP
-    + turns(
-        "opt.zero_grad()\nloss = F.cross_entropy(model(x), y)\nif i < 3:\n"
-        + indented(scaled_backward())
-        + "else:\n    loss.backward()\nopt.step()\n"
-    ),
     "another optimizer later": SETUP
     + turns(
         "if i == 3:\n    opt = torch.optim.Adam(model.parameters(), lr=0.01)\nopt.zero_grad()\n"
@@ -620,27 +487,6 @@ for i in range(4):
 """
 APEX = "from apex import amp\n"
 TRAIN = IMPORTS + APEX + DATA + MADE + INIT + LOOP
-HOOKED = f"""\
-class Trainer:
-    def __init__(self, hooks=()):
-        self.hooks = hooks
-        self.model = nn.Linear(4, 3)
-        self.opt = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.model, self.opt = amp.initialize(self.model, self.opt, {SCALE})
-    def run(self):
-        for i in range(4):
-            self.opt.zero_grad()
-            loss = F.cross_entropy(self.model(x), y)
-            with amp.scale_loss(loss, self.opt) as scaled:
-                scaled.backward()
-            for hook in self.hooks:
-                hook(self)
-            self.step()
-            LOSSES.append(loss.item())
-    def step(self):
-        self.opt.step()
-"""
-BASE = IMPORTS + APEX + DATA + HOOKED
 
 ENGINE = f"""\
 {IMPORTS}{APEX}
@@ -659,52 +505,40 @@ def train(model, opt, x, y):
 ENGINE_RUN = IMPORTS + APEX + "from engine import train\n" + DATA + MADE + INIT + "LOSSES += train(model, opt, x, y)\n"
 #: Trees that are run by ``train.py``.
 NEAR = {
-    "the loss of an attribute in another module": {
-        "losses.py": IMPORTS + "def compute(trainer, x, y):\n    return F.cross_entropy(trainer.model(x), y)\n",
-        "train.py": (BASE + "Trainer().run()\n")
-        .replace(APEX, APEX + "from losses import compute\n")
-        .replace("F.cross_entropy(self.model(x), y)", "compute(self, x, y)"),
+    "the loop in an engine": {"engine.py": ENGINE, "train.py": ENGINE_RUN},
+    "the loop in a package below": {
+        "engine/__init__.py": "from .loop import train\n",
+        "engine/loop.py": ENGINE,
+        "train.py": ENGINE_RUN,
     },
-    "model and optimizer made in a package": {
-        "parts/__init__.py": "from .build import build\n",
-        "parts/build.py": IMPORTS + "def build():\n" + indented(MADE) + "    return model, opt\n",
-        "train.py": TRAIN.replace(APEX, APEX + "from parts import build\n").replace(MADE, "model, opt = build()\n"),
+    "checkpoints in another module": {
+        "saves.py": APEX + "def save():\n    return {'amp': amp.state_dict()}\n",
+        "train.py": TRAIN.replace(APEX, APEX + "from saves import save\n") + "save()['amp']\n",
     },
-    "a training class run from another module": {
-        "engine.py": BASE,
-        "train.py": "from engine import Trainer, LOSSES\nt = Trainer()\nt.run()\nprint(len(LOSSES))\n",
+    "the loop in a folder without __init__": {
+        "engine/loop.py": ENGINE,
+        "train.py": ENGINE_RUN.replace("from engine import", "from engine.loop import"),
+    },
+    "amp in folders without __init__ alone": {
+        "core/engine.py": ENGINE,
+        "core/setup.py": IMPORTS
+        + APEX
+        + DATA
+        + "def setup():\n"
+        + indented(MADE + INIT)
+        + "    return model, opt, x, y\n",
+        "train.py": IMPORTS
+        + "from core import engine\nfrom core.setup import setup\nmodel, opt, x, y = setup()\n"
+        + "LOSSES = engine.train(model, opt, x, y)\n",
+    },
+    "a package, and a folder without __init__": {
+        "core/__init__.py": "",
+        "core/engine.py": ENGINE,
+        "saves/state.py": APEX + "def state():\n    return amp.state_dict()\n",
+        "train.py": ENGINE_RUN.replace("from engine import", "from saves.state import state\nfrom core.engine import")
+        + "LOSSES.append(state()['loss_scaler0']['loss_scale'])\n",
     },
 }
-
-NEAR["the loop in an engine"] = {"engine.py": ENGINE, "train.py": ENGINE_RUN}
-NEAR["the loop in a package below"] = {
-    "engine/__init__.py": "from .loop import train\n",
-    "engine/loop.py": ENGINE,
-    "train.py": ENGINE_RUN,
-}
-NEAR["checkpoints in another module"] = {
-    "saves.py": APEX + "def save():\n    return {'amp': amp.state_dict()}\n",
-    "train.py": TRAIN.replace(APEX, APEX + "from saves import save\n") + "save()['amp']\n",
-}
-NEAR["the loop in a folder without __init__"] = {
-    "engine/loop.py": ENGINE,
-    "train.py": ENGINE_RUN.replace("from engine import", "from engine.loop import"),
-}
-NEAR["amp in folders without __init__ alone"] = {
-    "core/engine.py": ENGINE,
-    "core/setup.py": IMPORTS + APEX + DATA + "def setup():\n" + indented(MADE + INIT) + "    return model, opt, x, y\n",
-    "train.py": IMPORTS
-    + "from core import engine\nfrom core.setup import setup\nmodel, opt, x, y = setup()\n"
-    + "LOSSES = engine.train(model, opt, x, y)\n",
-}
-NEAR["a package, and a folder without __init__"] = {
-    "core/__init__.py": "",
-    "core/engine.py": ENGINE,
-    "saves/state.py": APEX + "def state():\n    return amp.state_dict()\n",
-    "train.py": ENGINE_RUN.replace("from engine import", "from saves.state import state\nfrom core.engine import")
-    + "LOSSES.append(state()['loss_scaler0']['loss_scale'])\n",
-}
-RUN = "from engine import Trainer\n"
 #: Trees whose parts are further apart, and a file of each.
 APART = {
     "initialize, the block and the step in three modules": (
@@ -737,47 +571,6 @@ APART = {
             + "train(model, opt, x, y)\n",
         },
     ),
-    "a subclass of a subclass steps": (
-        "other.py",
-        {
-            "engine.py": BASE,
-            "sub.py": RUN + "class Mine(Trainer):\n    pass\n",
-            "other.py": "from sub import Mine\nclass More(Mine):\n    def step(self):\n        self.opt.step()\n",
-        },
-    ),
-    "a mixin steps": (
-        "mixin.py",
-        {
-            "mixin.py": "class Steps:\n    def go(self):\n        self.opt.step()\n",
-            "engine.py": BASE.replace("class Trainer:", "from mixin import Steps\nclass Trainer(Steps):").replace(
-                "self.step()", "self.go()"
-            ),
-        },
-    ),
-    "a hook clips": (
-        "hooks.py",
-        {
-            "hooks.py": "from torch import nn\ndef after(trainer):\n"
-            "    nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)\n",
-            "engine.py": BASE,
-            "main.py": RUN + "from hooks import after\nTrainer([after]).run()\n",
-        },
-    ),
-    "a hook edits gradients": (
-        "hooks.py",
-        {
-            "hooks.py": "def after(trainer):\n    for p in trainer.model.parameters():\n        p.grad.data.div_(2)\n",
-            "engine.py": BASE.replace(APEX, APEX + "import hooks\n").replace("hook(self)", "hooks.after(self)"),
-        },
-    ),
-    "a step by way of a package": (
-        "pkg/sub.py",
-        {
-            "pkg/__init__.py": "",
-            "pkg/engine.py": BASE,
-            "pkg/sub.py": "from .engine import Trainer\nt = Trainer()\nt.opt.step()\n",
-        },
-    ),
     "amp by way of another module": (
         "train.py",
         {
@@ -803,11 +596,6 @@ APART = {
 
 #: What runs a tree that only defines classes; a module of a package is run with ``-m``.
 RUNS = {
-    "a subclass of a subclass steps": ("other.py", "More().run()\n"),
-    "a mixin steps": ("engine.py", "Trainer().run()\n"),
-    "a hook clips": ("main.py", ""),
-    "a hook edits gradients": ("engine.py", "Trainer([0]).run()\n"),
-    "a step by way of a package": ("pkg/sub.py", "t.run()\n"),
     "an engine in a package that may be run in two ways": ("pkg/train.py", ""),
 }
 TREES = {name: ("train.py", files) for name, files in NEAR.items()}
@@ -862,68 +650,6 @@ for i in range(5):
     LOSSES.append(loss.item())
 """
 
-MAYBE_AN_OPTIMIZER = {
-    "engine.py": f"""\
-{IMPORTS}{APEX}
-def run(model, x, y, opt=None):
-    loss = F.cross_entropy(model(x), y)
-    if opt is not None:
-        with amp.scale_loss(loss, opt) as scaled:
-            scaled.backward()
-        opt.step()
-        opt.zero_grad()
-    else:
-        loss.backward()
-        norm = sum(p.grad.norm() for p in model.parameters())
-        model.zero_grad()
-        return norm.item()
-    return loss.item()
-""",
-    "train.py": f"""\
-{IMPORTS}{APEX}from engine import run
-{DATA}
-model = nn.Linear(4, 3)
-opt = torch.optim.Adam(model.parameters(), lr=0.1)
-model, opt = amp.initialize(model, opt, opt_level="O1", verbosity=0)
-for i in range(6):
-    LOSSES.append(run(model, x, y, opt if i % 2 else None))
-""",
-}
-
-A_PROPERTY = {
-    "pkg/__init__.py": "",
-    "pkg/base.py": f"""\
-{IMPORTS}{APEX}
-class Base:
-    def __init__(self, model):
-        self._optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        self.model, self._optimizer = amp.initialize(model, self._optimizer, opt_level="O1", verbosity=0)
-    @property
-    def optimizer(self):
-        return self._optimizer
-    def backward(self, loss):
-        with amp.scale_loss(loss, self.optimizer) as scaled:
-            scaled.backward()
-""",
-    "pkg/task.py": """\
-import torch.nn.functional as F
-from .base import Base
-class Task(Base):
-    def update(self, x, y):
-        loss = F.cross_entropy(self.model(x), y)
-        self._optimizer.zero_grad()
-        self.backward(loss)
-        self.optimizer.step()
-        return loss.item()
-""",
-    "train.py": f"""\
-{IMPORTS}from pkg.task import Task
-{DATA}
-task = Task(nn.Linear(4, 3))
-for i in range(5):
-    LOSSES.append(task.update(x, y))
-""",
-}
 
 GAN = f"""\
 {IMPORTS}{APEX}{DATA}{NET}
@@ -1051,8 +777,6 @@ for i in range(4):
 RUN_TIME = {
     "blocks of an ExitStack": {"train.py": EXIT_STACK},
     "optimizers in a dict": {"train.py": IN_A_DICT},
-    "an optimizer or none": MAYBE_AN_OPTIMIZER,
-    "an optimizer and its property": A_PROPERTY,
     "a GAN of three losses, one of which overflows": {"train.py": GAN},
     "a run that goes on": RESUMED,
     "accumulated, with a rest": {"train.py": ACCUMULATED},

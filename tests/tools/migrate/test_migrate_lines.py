@@ -1,7 +1,5 @@
 """Lines are Python's: a form feed or another separator of text in a line ends none."""
 
-import json
-
 import pytest
 
 from ampcompat.tools.check import scan, scan_source
@@ -51,17 +49,6 @@ def test_a_comment_ignores_a_finding_below_a_separator(separator):
     code = f"x = 'a{separator}b'\nfrom apex import amp\nmodel, opt = amp.initialize(m, o, 'O2')  # ampcompat: ignore\n"
     assert "level_as_enabled" not in {f.name for f in scan_source(code)}
     assert "level_as_enabled" in {f.name for f in scan_source(code.replace("  # ampcompat: ignore", ""))}
-
-
-@pytest.mark.parametrize("separator", SEPARATORS)
-def test_a_separator_in_a_string_of_a_notebook_stays_in_it(separator, tmp_path):
-    cell = f"s = 'a{separator}b'\nfrom apex import amp\n"
-    cells = [{"cell_type": "code", "metadata": {}, "outputs": [], "source": cell}]
-    made = {"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
-    (tmp_path / "n.ipynb").write_text(json.dumps(made, indent=1), encoding="utf-8")
-    (change,) = migrate_tree(tmp_path)
-    assert change.problem == ""
-    assert json.loads(change.new)["cells"][0]["source"] == cell.replace("apex", "ampcompat")
 
 
 def test_what_installs_apex_is_found_on_its_line(tmp_path):

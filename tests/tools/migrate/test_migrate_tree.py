@@ -2,6 +2,7 @@
 
 import argparse
 import builtins
+import json
 import os
 import re
 import runpy
@@ -218,26 +219,21 @@ def test_an_interrupted_write_ends_after_a_whole_file(tmp_path, capsys, monkeypa
     assert [(tmp_path / f"{name}.py").read_bytes() for name in "abc"] == [NEW, OLD, OLD]
 
 
-def test_cells_that_need_no_change_stay_byte_for_byte(tmp_path):
-    plain = '{"cell_type":"code",  "metadata":{}, "outputs":[],\n "source":["x = 1\\n",   "y = \\u00e9"]}'
-    source = r"import torch\nfrom apex import amp\nm, o = amp.initialize(m, o)"
-    amp = '{"cell_type":"code","metadata":{},"outputs":[],"source":"' + source + '"}'
-    text = '{"cells":[' + plain + ",  " + amp + '],  "metadata":{},"nbformat":4,\n"nbformat_minor":5}'
-    (tmp_path / "n.ipynb").write_text(text)
-    (change,) = migrate_tree(tmp_path)
-    assert change.problem == ""
-    before, after = text.split(amp)
-    assert change.new.startswith(before)
-    assert change.new.endswith(after)
-    assert "from ampcompat import amp" in change.new
-
-
-def test_native_leaves_notebooks_alone(tmp_path, capsys):
-    (tmp_path / "n.ipynb").write_text('{"cells": [{"cell_type": "code", "source": "import apex"}]}')
-    status, shown = run(capsys, tmp_path, "--to", "native", "--write")
+@pytest.mark.parametrize(
+    ("to", "said"),
+    [("ampcompat", "call ampcompat.install_as_apex() in it"), ("native", "put native_amp.py next to it")],
+)
+def test_a_notebook_is_left_alone_and_named(to, said, tmp_path, capsys):
+    cell = {"cell_type": "code", "source": "import apex"}
+    (tmp_path / "n.ipynb").write_text(json.dumps({"cells": [cell]}))
+    (tmp_path / "other.ipynb").write_text(json.dumps({"cells": [{**cell, "source": "import torch"}]}))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    status, shown = run(capsys, tmp_path, "--to", to, "--write")
     assert status == 1
-    assert "n.ipynb: is a notebook" in shown.err
-    assert os.listdir(tmp_path) == ["n.ipynb"]
+    assert "n.ipynb: is a notebook, and left alone: " in shown.err
+    assert said in shown.err
+    assert "other.ipynb" not in shown.err
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 LOOP = """\

@@ -280,48 +280,6 @@ def test_a_loss_that_no_forward_made_is_warned_of_once(amp):
         scaled.backward()
 
 
-class Gan(Net):
-    """Clears the gradients of one of its parts."""
-
-    def zero_grad(self, which="all"):
-        for layer in [self.first, self.second] if which == "all" else [getattr(self, which)]:
-            layer.zero_grad()
-
-
-def test_a_zero_grad_of_the_models_own(amp):
-    model, optimizer = start(amp, Gan())
-    for which, cleared in (("first", [True, False]), ("all", [True, True])):
-        with amp.scale_loss(model(X).logits.sum(), optimizer) as scaled:
-            scaled.backward()
-        model.zero_grad(which)
-        assert [layer.weight.grad is None for layer in (model.first, model.second)] == cleared
-    with amp.scale_loss(model(X).logits.sum(), optimizer) as scaled:
-        scaled.backward()
-    model.zero_grad()
-    assert model.first.weight.grad is None
-
-
-class Masked(nn.Linear):
-    def __init__(self):
-        super().__init__(4, 2)
-
-    def forward(self, x, mask=None):
-        return super().forward(x if mask is None else x * mask)
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        lambda forward: list(inspect.signature(forward).parameters),
-        lambda forward: inspect.getfullargspec(forward).args,
-        lambda forward: list(forward.__code__.co_varnames[: forward.__code__.co_argcount]),
-    ],
-)
-def test_a_forward_shows_its_own_arguments(amp, names):
-    model, _ = start(amp, Masked())
-    assert names(model.forward) == names(Masked().forward)
-
-
 class Registered(nn.Linear):
     names = []
 
@@ -425,16 +383,6 @@ def test_after_an_overflow_that_was_cleared_the_step_is_made(amp):
             scaled.backward()
     optimizer.step()
     assert not torch.equal(model.weight, before)
-
-
-@pytest.mark.parametrize(("size", "expected"), [(1.0, (2.0**10, 1)), (float("inf"), (2.0**9, 0))])
-def test_a_delayed_block_moves_its_scale_with_that_of_the_next(amp, size, expected):
-    model, optimizer = start(amp, num_losses=2, max_loss_scale=2.0**10)
-    with amp.scale_loss(model(X).sum(), optimizer, loss_id=0, delay_unscale=True) as scaled:
-        scaled.backward()
-    with amp.scale_loss(model(X).sum() * size, optimizer, loss_id=1) as scaled:
-        scaled.backward()
-    assert [(scaler.loss_scale(), scaler._unskipped) for scaler in amp._amp_state.loss_scalers] == [expected] * 2
 
 
 @pytest.mark.parametrize("iterable", [dict.values, lambda made: iter(made.values()), lambda made: set(made.values())])
