@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import codecs
+import io
 import os
-import re
 import stat
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,6 @@ LARGEST = 4 * 2**20
 
 SKIPPED_DIRECTORIES = {"__pycache__", "node_modules", "site-packages", ".git", ".hg", ".svn", ".tox", ".nox", ".eggs"}
 SUFFIXES = (".py", ".pyw", ".pyi")
-COOKIE = re.compile(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
-# Single-byte and East Asian charsets. Others are not asked: some take quadratic time (punycode, idna).
-CHARSET = re.compile(r"(iso8859|cp|koi8|mac|gb|big5|euc|shift_jis|johab|hz|tis|ptcp|kz)|ascii$|latin")
-BOM = codecs.BOM_UTF8
 
 
 class Unreadable(Exception):
@@ -34,11 +30,10 @@ class Text:
 
     code: str
     encoding: str
-    bom: bool = False
 
     def encode(self, code: str) -> bytes:
         """``code`` as bytes in the encoding that the file had."""
-        return (BOM if self.bom else b"") + code.encode(self.encoding)
+        return code.encode(self.encoding)
 
 
 def is_native_amp(name: str, code: str) -> bool:
@@ -107,27 +102,13 @@ def read(path: str | Path) -> bytes:
 
 
 def decode(data: bytes) -> Text:
-    """Text of a source file: UTF-8, or the charset that its coding comment declares.
+    """Text of a source file, as Python reads it: UTF-8, or the charset that its coding comment declares.
 
     Raises:
-        Unreadable: neither fits.
+        Unreadable: It is not text of that charset.
     """
-    bom = data.startswith(BOM)
-    if bom:
-        data = data[len(BOM) :]
     try:
-        return Text(data.decode("utf-8"), "utf-8", bom)
-    except UnicodeDecodeError as problem:
-        reason = f"is not UTF-8 (byte {problem.start}) and declares no other charset that fits"
-    for line in data.split(b"\n", 2)[:2]:
-        declared = COOKIE.match(line)
-        if declared is None:
-            continue
-        try:
-            name = codecs.lookup(declared[1].decode("ascii")).name
-            if CHARSET.match(name):
-                return Text(data.decode(name), name, bom)
-        except (LookupError, ValueError):
-            pass
-        break
-    raise Unreadable(reason)
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        return Text(data.decode(encoding), encoding)
+    except (SyntaxError, LookupError, ValueError) as problem:
+        raise Unreadable(f"is not UTF-8, and declares no other charset that fits ({problem})") from None

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import fnmatch
 import os
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ampcompat.tools.check.bindings import dotted
-from ampcompat.tools.check.source import Source
 from ampcompat.tools.check.split_lines import lines_of
 
 REQUIREMENTS = ("*requirements*.txt", "*requirements*.in", "*constraints*.txt")
@@ -28,7 +25,8 @@ INSTALL_COMMAND = re.compile(
     r"\b(?:(?:pip3?|pipenv|conda|mamba)[ \t]+install|(?:poetry|pdm|uv)[ \t]+add)\b([^&|;]*)", re.IGNORECASE
 )
 HEADER = re.compile(r"\[+([^\[\]]+)\]")
-KEY = re.compile(r"([\w.\"'-]+) *=(?!=) *(.*)$")
+#: A key before its value, as in TOML, in an INI file, and as a name or an argument in Python.
+KEY = re.compile(r"(?<![\w.\"'-])([\w.\"'-]+) *=(?!=)")
 QUOTED = re.compile(r"\"([^\"]*)\"|'([^']*)'")
 DEPENDENCIES = re.compile(r"depend|require", re.IGNORECASE)
 PACKAGE_TABLES = ("packages", "dev-packages")
@@ -60,18 +58,13 @@ def _is_one_of(name: str, patterns: Sequence[str]) -> bool:
 def places(path: str, text: str) -> Iterator[Place]:
     """The places in a manifest where apex is installed."""
     name = os.path.basename(path)
-    if name == SETUP:
-        found = _in_setup(text)
-    elif _is_one_of(name, COMMANDS):
-        yield from _in_commands(lines_of(text))
+    lines = lines_of(text)
+    if _is_one_of(name, COMMANDS):
+        yield from _in_commands(lines)
         return
-    elif _is_one_of(name, TABLES):
-        found = _in_tables(lines_of(text))
-    elif _is_one_of(name, ENVIRONMENTS):
-        found = _in_environment(lines_of(text))
-    else:
-        found = _in_requirements(lines_of(text))
-    yield from (Place(line, line) for line in found)
+    is_table = name == SETUP or _is_one_of(name, TABLES)
+    numbers = _in_tables(lines) if is_table else _in_requirements(lines)
+    yield from (Place(number, number) for number in numbers)
 
 
 def installs_apex(command: str) -> bool:
@@ -89,11 +82,11 @@ def _in_requirements(lines: Sequence[str]) -> Iterator[int]:
 
 
 def is_requirement(line: str) -> bool:
-    """Whether a line of a requirements file asks for apex."""
+    """Whether a line of a requirements file, or an item of an environment's list, asks for apex."""
     asked = line.strip()
     if asked.startswith("#"):
         return False
-    asked = asked.partition(" #")[0].removeprefix("-e ").strip()
+    asked = asked.partition(" #")[0].removeprefix("-e ").removeprefix("- ").strip(" \"'").rpartition("::")[2]
     return REQUIREMENT.match(asked) is not None or DOWNLOAD.search(asked) is not None
 
 
@@ -120,26 +113,28 @@ def _commands(lines: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
 
 
 def _in_tables(lines: Sequence[str]) -> Iterator[int]:
-    """Lines of TOML, or of an INI file, that have apex where dependencies are listed."""
+    """Lines of TOML, of an INI file or of a ``setup.py`` that have apex where dependencies are listed."""
     table = key = ""
     for number, line in enumerate(lines, 1):
-        value = line.strip()
-        if value.startswith(("#", ";")):
+        text = line.strip()
+        if text.startswith(("#", ";")):
             continue
-        header = HEADER.match(value) if line.startswith("[") else None
+        header = HEADER.match(text) if line.startswith("[") else None
         if header is not None:
             table, key = header[1].strip(), ""
             continue
-        pair = KEY.match(value)
-        if pair is not None:
-            key, value = pair[1], pair[2]
-        if _lists_packages(table):
-            is_apex = pair is not None and REQUIREMENT.match(key.strip("\"'")) is not None
-            is_apex = is_apex or _has_requirement(value)
-        else:
-            is_apex = DEPENDENCIES.search(key) is not None and _has_requirement(value)
-        if is_apex:
+        first, *rest = KEY.split(text)
+        pairs = [(key, first), *zip(rest[::2], rest[1::2], strict=True)]
+        key = pairs[-1][0]
+        if any(_asks(table, *pair) for pair in pairs):
             yield number
+
+
+def _asks(table: str, key: str, value: str) -> bool:
+    """Whether a value, or its key where keys are packages, asks for apex."""
+    if not _lists_packages(table):
+        return DEPENDENCIES.search(key) is not None and _has_requirement(value)
+    return REQUIREMENT.match(key.strip("\"'")) is not None or _has_requirement(value)
 
 
 def _lists_packages(table: str) -> bool:
@@ -149,34 +144,4 @@ def _lists_packages(table: str) -> bool:
 
 def _has_requirement(value: str) -> bool:
     quoted = [first or second for first, second in QUOTED.findall(value)]
-    return any(REQUIREMENT.match(text) or DOWNLOAD.search(text) for text in quoted or [value])
-
-
-def _in_environment(lines: Sequence[str]) -> Iterator[int]:
-    for number, line in enumerate(lines, 1):
-        item = line.strip()
-        if item.startswith("- ") and is_requirement(item.removeprefix("- ").strip(" \"'").rpartition("::")[2]):
-            yield number
-
-
-def _in_setup(code: str) -> Iterator[int]:
-    """Lines of a ``setup.py`` with a requirement on apex, in a list that is called one of requirements."""
-    try:
-        source = Source("", code)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return
-    found = set()
-    for text in source.kind(ast.Constant):
-        if isinstance(text.value, str) and _has_requirement(text.value) and _is_in_requirements(source, text):
-            found.add(text.lineno)
-    yield from sorted(found)
-
-
-def _is_in_requirements(source: Source, node: ast.AST) -> bool:
-    """Whether a node is part of ``install_requires=...``, or of what is assigned to such a name."""
-    for around in source.ancestors(node):
-        names = [around.arg or ""] if isinstance(around, ast.keyword) else []
-        names += map(dotted, around.targets) if isinstance(around, ast.Assign) else []
-        if any(DEPENDENCIES.search(name) for name in names):
-            return True
-    return False
+    return any(REQUIREMENT.match(text) or DOWNLOAD.search(text) for text in quoted or [value.strip()])
