@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any, Final
 
 import torch
@@ -64,25 +63,6 @@ def watch_parameter_data(taken: Callable[[torch.Tensor], None], undo: ExitStack)
 
     replace(torch.nn.Parameter, "data", property(get, assign), undo)
     _watch_collectives(taken, undo)
-
-
-def watch_parameter_copies(copying: Callable[[torch.Tensor], AbstractContextManager[None]], undo: ExitStack) -> None:
-    """Deep-copy and pickle each ``Parameter`` inside ``copying(param)``: both take ``param.data``, and only read it."""
-    for name in ("__deepcopy__", "__reduce_ex__"):
-        replace(torch.nn.Parameter, name, _inside(copying, vars(torch.nn.Parameter)[name]), undo)
-
-
-def _inside(
-    context: Callable[[torch.Tensor], AbstractContextManager[None]], method: Callable[..., object]
-) -> Callable[..., object]:
-    """Wrap ``method`` of parameters to run inside ``context(param)``."""
-
-    @functools.wraps(method)
-    def run(param: torch.Tensor, *args: object) -> object:
-        with context(param):
-            return method(param, *args)
-
-    return run
 
 
 def _watch_collectives(taken: Callable[[torch.Tensor], None], undo: ExitStack) -> None:

@@ -435,28 +435,6 @@ def initialized_at_another_level(level):
     assert run.held is run.model.weight
 
 
-def copied_while_data_is_taken(level):
-    """A copy takes ``data`` too, to read it: what a script writes through the ``data`` that it took before counts."""
-    for copy_of in (copy.deepcopy, by_pickle, amp.unwrap, lambda model: copy.deepcopy(model.weight)):
-        run = Run(level)
-        alias = run.model.weight.data
-        copy_of(run.model)
-        alias[0] = ROW
-        run.step(torch.zeros(2, 4))
-        run.copies_are(run.taken(ROW))
-
-
-def copied_before_the_state_dict_is_written(level):
-    """That a copy took ``data`` is no write, which would count before one through ``data`` of the state dict."""
-    for copy_of in (copy.deepcopy, by_pickle, amp.unwrap):
-        run = Run(level)
-        copy_of(run.model)
-        other = thirds(2)
-        run.model.state_dict()["weight"].data.copy_(other)
-        run.forward()
-        run.copies_are(other)
-
-
 #: Tests of each row of the table, by its first cell.
 EVENTS = {
     "`initialize`": [initialized],
@@ -484,7 +462,7 @@ EVENTS = {
     "`model.to(device)`": [moved_to_a_device],
     "other strides (`memory_format=`)": [laid_out_anew],
     "`model.float()` and the like": [made_float, made_double, made_half_again],
-    "deepcopy, pickle": [copied, copied_while_data_is_taken, copied_before_the_state_dict_is_written],
+    "deepcopy, pickle": [copied],
     "`initialize` at another level": [initialized_at_another_level],
 }
 

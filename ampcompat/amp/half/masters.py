@@ -40,8 +40,7 @@ master.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -225,6 +224,7 @@ class Master:
             return self  # a compiler's stand-in for the module, which is never stepped
         clone = memo[id(self)] = Master(half, value)  # its slots are found by ``masters_of``
         clone.push()  # ``half`` may have been copied with its module, before it followed ``value``
+        self.note_untouched()  # to copy both, torch took their ``data``: an alias of the script's from before is not seen
         return clone
 
     def __reduce__(self) -> Any:
@@ -239,9 +239,8 @@ def _rebuilt(half: torch.Tensor, value: torch.Tensor) -> Master:
 
 
 def watch_torch() -> None:
-    """Note ``param.data`` that is taken, but not to copy or pickle ``param``, until a reset."""
+    """Note ``param.data`` that is taken, until a reset."""
     state.patch_once(_torch.watch_parameter_data, _note_taken)
-    state.patch_once(_torch.watch_parameter_copies, _flags_kept)
 
 
 def _note_taken(param: torch.Tensor) -> None:
@@ -249,23 +248,6 @@ def _note_taken(param: torch.Tensor) -> None:
     master = master_of(param)
     if master is not None:
         master.note_taken(param)
-
-
-@contextmanager
-def _flags_kept(param: torch.Tensor) -> Iterator[None]:
-    """Context in which torch copies or pickles ``param``: that it takes ``data`` is no news of what a script writes."""
-    master = master_of(param)
-    if master is None:
-        yield
-        return
-    align_written([master])
-    half_taken = master.half_taken
-    value_taken = master.value_taken
-    try:
-        yield
-    finally:
-        master.half_taken = half_taken
-        master.value_taken = value_taken
 
 
 def _recast(tensor: torch.Tensor, dtype: torch.dtype) -> None:
