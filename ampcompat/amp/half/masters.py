@@ -224,7 +224,7 @@ class Master:
             return self  # a compiler's stand-in for the module, which is never stepped
         clone = memo[id(self)] = Master(half, value)  # its slots are found by ``masters_of``
         clone.push()  # ``half`` may have been copied with its module, before it followed ``value``
-        self.note_untouched()  # to copy both, torch took their ``data``: an alias of the script's from before is not seen
+        self.note_untouched()  # torch took both ``data`` to copy them; a script's alias from before is not seen
         return clone
 
     def __reduce__(self) -> Any:
