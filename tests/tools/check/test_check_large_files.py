@@ -1,19 +1,8 @@
-"""Large trees and files."""
+"""Large files."""
 
 import pytest
 
 from ampcompat.tools.check import scan
-from ampcompat.tools.check.facts import MOST_NODES
-
-TRAP = "import torch\ns = s.masked_fill(mask, -1e9)\n"
-TRAIN = "from apex import amp\nm, o = amp.initialize(m, o)\n"
-
-
-def test_a_file_too_long_to_be_searched_says_so(tmp_path):
-    """Its symbols are found all the same."""
-    (tmp_path / "train.py").write_text(TRAIN + TRAP + "x = [" + "1,\n" * MOST_NODES + "]\n")
-    found = {f.name: f.level for f in scan(tmp_path).findings}
-    assert found == {"apex.amp": "works", "apex.amp.initialize": "works", "too_long": "note"}
 
 
 @pytest.mark.parametrize(
