@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import ast
 from collections.abc import Sequence
-from importlib.resources import files
 
+from ampcompat.tools.level_table import LEVELS
 from ampcompat.tools.parity.levels import letter_hint
-
-
-def level_names() -> list[str]:
-    """The levels of amp's table, read from its source: importing it would import torch before the script does."""
-    source = files("ampcompat").joinpath("amp/levels.py").read_text(encoding="utf-8")
-    for statement in ast.parse(source).body:
-        if isinstance(statement, ast.AnnAssign) and ast.unparse(statement.target) == "LEVELS":
-            table = statement.value
-            keys = table.keys if isinstance(table, ast.Dict) else []
-            return [str(key.value) for key in keys if isinstance(key, ast.Constant)]
-    raise LookupError("ampcompat/amp/levels.py has no table LEVELS - this is a fault of ampcompat.")
 
 
 def opt_level(word: str) -> str:
@@ -27,10 +15,9 @@ def opt_level(word: str) -> str:
     Raises:
         argparse.ArgumentTypeError: It is none.
     """
-    levels = level_names()
-    if word not in levels:
-        rule = f"{word!r} - it must be one of {', '.join(levels)} - name one of these."
-        raise argparse.ArgumentTypeError(rule + letter_hint(word, levels))
+    if word not in LEVELS:
+        rule = f"{word!r} - it must be one of {', '.join(LEVELS)} - name one of these."
+        raise argparse.ArgumentTypeError(rule + letter_hint(word, LEVELS))
     return word
 
 

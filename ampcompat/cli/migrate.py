@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 
 from ampcompat.cli._emit import emit, painted_diff
@@ -43,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
     """Print the diff or write the files, list what is left, and return the exit status."""
     try:
         # Everything is translated before anything is written: a refusal leaves the tree as it was.
-        changes = list(_with_progress(args))
+        changes = migrate_paths(args.paths, args.to)
         if args.write and not _write(changes):
             return 130
         for change in changes:
@@ -97,18 +96,6 @@ def _interrupts_noted() -> Iterator[list[int]]:
         yield interrupts
     finally:
         signal.signal(signal.SIGINT, previous)
-
-
-def _with_progress(args: argparse.Namespace) -> Sequence[Change]:
-    """The changes; on a terminal a line tells how far it is."""
-    shown = sys.stderr.isatty()
-    changes: list[Change] = []
-    for done, total, change in migrate_paths(args.paths, args.to):
-        if change is not None:
-            changes.append(change)
-        elif shown:
-            emit(f"\r{done} of {total} files", error=True, end="" if done < total else "\n")
-    return changes
 
 
 def _list_left(changes: Sequence[Change]) -> int:

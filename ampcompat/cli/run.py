@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ampcompat.cli._emit import emit
-from ampcompat.cli._options import level_names, opt_level
+from ampcompat.cli._options import opt_level
 from ampcompat.tools import script
 from ampcompat.tools.dtypes import SPELLINGS
+from ampcompat.tools.level_table import LEVELS
 from ampcompat.tools.paths import why_not_writable
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--opt-level", type=opt_level, choices=level_names(), help="overrides the opt_level that the script asks for"
+        "--opt-level", type=opt_level, choices=[*LEVELS], help="overrides the opt_level that the script asks for"
     )
     parser.add_argument("--dtype", choices=sorted(SPELLINGS), help="the half dtype")
     parser.add_argument(

@@ -35,15 +35,6 @@ from ampcompat.amp.scaling import optimizer as _optimizer
 from ampcompat.amp.scaling.scaler import LossScaler as LossScaler
 from ampcompat.amp.scaling.steps import flags_of
 
-__all__ = ["HALF_DTYPES", "LEVELS", "Args", "CastsOff", "Kwargs", "LatestCall", "LossScaler"]
-__all__ += ["Master", "Numbers", "Optimizer", "ParamGroup", "SkipFlag"]
-__all__ += ["add_hint", "at_reset", "count_of_scalers"]
-__all__ += ["has_old_gradients", "overflowed_scalers"]
-__all__ += ["is_replica", "latest_call", "live_models", "map_tree", "master_of"]
-__all__ += ["notify", "numbers_of", "observers", "observing"]
-__all__ += ["rank", "reset", "say", "steps_of_call", "tensors_in"]
-__all__ += ["was_skipped", "wrap_step"]
-
 
 # -- the latest call of initialize -------------------------------------------------------------------------------------
 class LatestCall(NamedTuple):

@@ -15,8 +15,6 @@ from ampcompat.tools.check.values import Values, options
 
 HOMES = ("fp16_utils.", "fp16_utils.fp16util.", "fp16_utils.fp16_optimizer.", "optimizers.", "contrib.optimizers.")
 MAKES_HALF = ("network_to_half", "convert_network", "FP16Model", "FP16_Optimizer", "tofp16", "BN_convert_float")
-#: Nodes of a tree that is searched for traps, some 15,000 lines: the work grows with their square.
-MOST_NODES = 150_000
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,6 @@ class Facts:
         is_half_by_hand: It makes a model half without ``initialize``: no level, and no lists that cast anything back.
         float_sigmoid: It registers ``torch.sigmoid`` to run in float32, or allows banned functions.
         suspects: What its traps have found.
-        is_too_long: It was not searched for traps.
     """
 
     path: str = ""
@@ -45,12 +42,10 @@ class Facts:
     is_half_by_hand: bool = False
     float_sigmoid: bool = False
     suspects: tuple[Suspect, ...] = ()
-    is_too_long: bool = False
 
     @classmethod
     def of(cls, source: Source) -> Facts:
         """The facts of a file."""
-        is_too_long = len(source.nodes) > MOST_NODES
         return cls(
             path=source.path,
             imports=frozenset(imports(source)),
@@ -60,8 +55,7 @@ class Facts:
             scales=bool(source.calls_to(*SCALE_LOSS)),
             is_half_by_hand=bool(source.calls_to(*(f"apex.{home}{name}" for home in HOMES for name in MAKES_HALF))),
             float_sigmoid=_floats_sigmoid(source),
-            suspects=() if is_too_long else tuple(_suspects(source)),
-            is_too_long=is_too_long,
+            suspects=tuple(_suspects(source)),
         )
 
     @property

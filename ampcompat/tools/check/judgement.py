@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from ampcompat.tools.check.facts import Facts
-from ampcompat.tools.check.findings import NOTE, Finding
+from ampcompat.tools.check.findings import Finding
 from ampcompat.tools.check.mistakes import Surroundings
 from ampcompat.tools.check.programs import Programs
 from ampcompat.tools.check.values import Values
-
-TOO_LONG = "has too much code to be searched for traps: split it"
 
 
 def judged(files: Mapping[str, Facts]) -> Iterator[tuple[str, list[Finding]]]:
@@ -25,7 +23,7 @@ def judged(files: Mapping[str, Facts]) -> Iterator[tuple[str, list[Finding]]]:
     """
     programs = Programs({path: facts.imports for path, facts in files.items()})
     for path, facts in files.items():
-        if facts.suspects or facts.is_too_long:
+        if facts.suspects:
             program = [files[other] for other in programs.program(path)]
             relatives = [files[other] for other in programs.relatives(path)]
             yield path, list(_of_file(facts, program, relatives))
@@ -41,8 +39,6 @@ def _of_file(facts: Facts, program: Sequence[Facts], relatives: Sequence[Facts])
     """
     if not any(other.is_mixed for other in program):
         return
-    if facts.is_too_long:
-        yield Finding(facts.path, 0, 0, "file", "too_long", NOTE, TOO_LONG)
     options = _options(facts, program)
     calls = facts.initializations or [call for other in relatives for call in other.initializations]
     around = Surroundings(

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ampcompat.tools.check.levels import LEVELS, Level
 from ampcompat.tools.check.source import Source, argument, once
 from ampcompat.tools.check.values import UNKNOWN, Values, values_of
+from ampcompat.tools.level_table import LEVELS, Level
 
 INITIALIZE = ("apex.amp.initialize", "apex.amp.frontend.initialize")
 DEFAULT_LEVEL = "O1"

@@ -67,15 +67,13 @@ class Change:
         return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
 
     def write(self) -> None:
-        """Replace the file in one move: it is never half written, and a link put in its place is not followed.
+        """Replace the file in one move: it is never half written.
 
         Raises:
-            OSError: the directory or the disk refuses it, or the path leads elsewhere by now; the file is as before.
+            OSError: The directory or the disk refuses it; the file is as before.
         """
         if self.old is None:
             return
-        if self.path.parent.resolve() != self.path.parent:
-            raise OSError(f"{self.path.parent} became a link since it was read; nothing is written through it")
         like = self.path.parent if self.is_new else self.path
         mode = stat.S_IMODE(os.lstat(like).st_mode) & (0o666 if self.is_new else 0o7777)
         descriptor, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name[:40]}.")

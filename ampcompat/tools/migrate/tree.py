@@ -18,20 +18,8 @@ from ampcompat.tools.migrate.result import MARK, Result
 from ampcompat.tools.migrate.source import MENTION, migrate_source
 
 
-def migrate_tree(path: str | Path, to: str = "ampcompat") -> Iterator[Change]:
-    """Changes for every file under ``path`` that could have some; nothing is written.
-
-    Raises:
-        FileNotFoundError: ``path`` does not exist.
-        FileExistsError: A file ``native_amp.py`` of other content is where this one would go.
-    """
-    for _, _, change in migrate_paths([path], to):
-        if change is not None:
-            yield change
-
-
-def migrate_paths(paths: Sequence[str | Path], to: str = "ampcompat") -> Iterator[tuple[int, int, Change | None]]:
-    """The changes under several paths, after lines without one that tell how many of how many files are done.
+def migrate_paths(paths: Sequence[str | Path], to: str = "ampcompat") -> list[Change]:
+    """The changes of the files under several paths that could have some; nothing is written.
 
     Raises:
         FileNotFoundError: A path does not exist.
@@ -44,14 +32,10 @@ def migrate_paths(paths: Sequence[str | Path], to: str = "ampcompat") -> Iterato
             raise FileNotFoundError(f"{path} does not exist; give a directory or a Python file")
         for name, place in sources(root.resolve()):
             wanted.setdefault(Path(place), name)
-    changes: list[Change] = []
-    for file, name in wanted.items():
-        changes.append(migrate_file(file, name, to))
-        yield len(changes), len(wanted), None
+    changes = [migrate_file(file, name, to) for file, name in wanted.items()]
     if to == "native":
         changes = _with_native_amp(changes, [Path(path).resolve() for path in paths])
-    for change in changes:
-        yield len(wanted), len(wanted), change
+    return changes
 
 
 def _with_native_amp(changes: list[Change], paths: Sequence[Path]) -> list[Change]:

@@ -5,8 +5,8 @@ import torch
 
 from ampcompat.amp import levels as table
 from ampcompat.tools.check import scan_source, settings
-from ampcompat.tools.check.levels import LEVELS, TABLE, Level, read_levels
 from ampcompat.tools.check.traps import arguments
+from ampcompat.tools.level_table import LEVELS, TABLE, Level, read_levels
 
 HEAD = "import argparse, torch\nfrom apex import amp\n"
 PARSER = "parser = argparse.ArgumentParser()\n"

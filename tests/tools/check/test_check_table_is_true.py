@@ -63,23 +63,6 @@ def test_what_the_package_supplies_is_known():
     assert [name for name in found if verdict(name).verdict == "unsupported"] == []
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "apex.optimizers.fused_adam.FusedAdam",
-        "apex.parallel.sync_batchnorm.SyncBatchNorm",
-        "apex.fp16_utils.fp16util.network_to_half",
-        "apex.fp16_utils.loss_scaler.DynamicLossScaler",
-        "apex.amp.frontend.state_dict",
-        "apex.normalization.fused_layer_norm.FusedLayerNorm",
-    ],
-)
-def test_second_homes_work(name):
-    assert verdict(name).verdict != "unsupported"
-    module, _, attribute = name.replace("apex", "ampcompat", 1).rpartition(".")
-    assert hasattr(importlib.import_module(module), attribute)
-
-
 # -- names that apex never had -----------------------------------------------------------------------------------------
 OURS = [
     "import ampcompat\nampcompat.install_as_apex()",

@@ -37,18 +37,12 @@ SCRIPTS = {
         '"O1"',
         {"banned_cross_entropy": "error"},
     ),
-    "cross entropy at O2": (f"INITIALIZE\n{CROSS_ENTROPY}", '"O2"', {}),
     "a sigmoid that is registered": (
         f'amp.register_float_function(torch, "sigmoid")\nINITIALIZE\n{CROSS_ENTROPY}',
         '"O1"',
         {},
     ),
     "casts are off": (f"INITIALIZE\nwith amp.disable_casts():\n    {CROSS_ENTROPY}", '"O1"', {}),
-    "BCELoss where no sigmoid is": (
-        "INITIALIZE\ncriterion = nn.BCELoss()\n",
-        '"O1"',
-        {"banned_cross_entropy": "warning"},
-    ),
     "BCEWithLogitsLoss": ("INITIALIZE\ncriterion = nn.BCEWithLogitsLoss()\n", '"O1"', {}),
     "a clip in the branch of the block": (CLIP, '"O2"', {"clip_of_model_params": "error"}),
     "a clip where the level is not known": (CLIP, "args.opt_level", {"clip_of_model_params": "warning"}),

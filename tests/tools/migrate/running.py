@@ -9,7 +9,7 @@ import torch
 
 from ampcompat._state import state
 from ampcompat.alias import install_as_apex
-from ampcompat.tools.migrate.tree import migrate_tree
+from ampcompat.tools.migrate.tree import migrate_paths
 
 #: What a migrated script does without.
 OURS = ("apex", "amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")
@@ -22,9 +22,14 @@ def write(folder, files):
         (folder / name).write_text(text)
 
 
+def migrate_tree(folder, to="ampcompat"):
+    """The changes of a folder; nothing is written."""
+    return migrate_paths([folder], to)
+
+
 def migrate(folder):
     """Migrate a folder in place; what is left to the reader, by file."""
-    changes = list(migrate_tree(folder, "native"))
+    changes = migrate_tree(folder, "native")
     for change in changes:
         if change.changed:
             change.write()

@@ -1,11 +1,11 @@
 """Lines are Python's: a form feed or another separator of text in a line ends none."""
 
 import pytest
+from running import migrate_tree
 
 from ampcompat.tools.check import scan, scan_source
 from ampcompat.tools.check.split_lines import indent_of, lines_of
 from ampcompat.tools.migrate import migrate_source
-from ampcompat.tools.migrate.tree import migrate_tree
 
 #: What str.splitlines takes for the end of a line beside those of Python.
 SEPARATORS = ["\f", "\v", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029"]

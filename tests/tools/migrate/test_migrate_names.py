@@ -5,13 +5,12 @@ import sys
 
 import pytest
 import torch
-from running import write
+from running import migrate_tree, write
 
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.cli.migrate import _list_left
 from ampcompat.tools.check.symbols import ON_OPTIMIZERS, SYMBOLS
 from ampcompat.tools.migrate import migrate_source, native_amp
-from ampcompat.tools.migrate.tree import migrate_tree
 
 PROPERTIES = ("enabled", "opt_level", "patch_torch_functions", "keep_batchnorm_fp32", "cast_model_outputs", "options")
 STASH = ("all_fp16_params", "all_fp32_from_fp16_params", "lazy_init_called", "fp16_groups", "loss_scalers")

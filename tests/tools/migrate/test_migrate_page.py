@@ -3,8 +3,9 @@
 import re
 from pathlib import Path
 
+from running import migrate_tree
+
 from ampcompat.tools.migrate.parts import WHOLE
-from ampcompat.tools.migrate.tree import migrate_tree
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "check_and_migrate.md"

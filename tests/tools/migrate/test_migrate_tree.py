@@ -12,12 +12,11 @@ import subprocess
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from running import imports
+from running import imports, migrate_tree
 
 from ampcompat.cli import migrate as command
 from ampcompat.tools.migrate import change as change_module
 from ampcompat.tools.migrate import migrate_source
-from ampcompat.tools.migrate.tree import migrate_tree
 
 OLD = b"from apex import amp\r\nx = 1  # \xc3\xa9"
 NEW = b"from ampcompat import amp\r\nx = 1  # \xc3\xa9"
@@ -114,34 +113,6 @@ def test_links_are_neither_read_nor_written(tmp_path, capsys):
     assert "pipe.py: the file is not a plain file" in shown.err
     assert (outside / "a.py").read_bytes() == OLD
     assert (inside / "link.py").is_symlink()
-
-
-def test_write_does_not_follow_a_new_link(tmp_path):
-    """A symbolic link that took the file's place after it was read is replaced."""
-    outside, inside = tmp_path / "outside.py", tmp_path / "inside"
-    inside.mkdir()
-    outside.write_bytes(OLD)
-    (inside / "a.py").write_bytes(OLD)
-    (change,) = migrate_tree(inside)
-    (inside / "a.py").unlink()
-    (inside / "a.py").symlink_to(outside)
-    change.write()
-    assert outside.read_bytes() == OLD
-    assert not (inside / "a.py").is_symlink()
-
-
-def test_a_link_put_in_place_of_a_folder_is_not_followed(tmp_path):
-    outside, inside = tmp_path / "outside", tmp_path / "inside"
-    for folder in (outside, inside / "package"):
-        folder.mkdir(parents=True)
-        (folder / "a.py").write_bytes(OLD)
-    (change,) = migrate_tree(inside)
-    (inside / "package").rename(inside / "moved")
-    (inside / "package").symlink_to(outside)
-    with pytest.raises(OSError, match="became a link"):
-        change.write()
-    assert (outside / "a.py").read_bytes() == OLD
-    assert os.listdir(outside) == ["a.py"]
 
 
 def test_a_failed_write_leaves_the_file_and_no_litter(tmp_path, capsys, monkeypatch):

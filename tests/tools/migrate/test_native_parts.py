@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 from corpus import PATHS
-from running import write
+from running import migrate_tree, write
 from shapes import HEAD, SHAPES, TREES
 
 import ampcompat
 from ampcompat.tools.migrate.parts import PARTS, WHOLE, needed_by, parts_of, written
-from ampcompat.tools.migrate.tree import migrate_tree
 
 LOOP = """\
 import torch

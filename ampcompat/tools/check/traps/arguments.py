@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from ampcompat.tools.check.bindings import dotted
 from ampcompat.tools.check.findings import ERROR, WARNING
-from ampcompat.tools.check.levels import LEVELS
 from ampcompat.tools.check.mistakes import Mistake
 from ampcompat.tools.check.settings import DEFAULT_LEVEL, initializations
 from ampcompat.tools.check.source import SCALE_LOSS, Source, argument
 from ampcompat.tools.check.values import options, values_of
+from ampcompat.tools.level_table import LEVELS
 
 #: The keys of ``amp.state_dict()`` begin so.
 OWN_KEYS = "loss_scaler"

@@ -1,4 +1,7 @@
-"""The table of levels, read from amp's source: importing it would need torch, which the check does not."""
+"""The table of levels, read from amp's source: importing it would import torch.
+
+The check does without torch, and so does the command line, which imports nothing before the script does.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ampcompat.tools.check.bindings import dotted
-
-TABLE = Path(__file__).parents[2] / "amp" / "levels.py"
+TABLE = Path(__file__).parents[1] / "amp" / "levels.py"
 
 
 @dataclass(frozen=True)
 class Level:
-    """What the check knows of a level.
+    """Hold what the check asks of a level.
 
     Attributes:
         weights: The dtype that the weights are cast to, as ``"float16"``; "" where they are not cast.
@@ -37,7 +38,9 @@ def read_levels(code: str) -> dict[str, Level]:
     """
     tree = ast.parse(code)
     fields = [name for node in tree.body if isinstance(node, ast.ClassDef) for name in _fields(node)]
-    tables = [node.value for node in tree.body if isinstance(node, ast.AnnAssign) and dotted(node.target) == "LEVELS"]
+    tables = [
+        node.value for node in tree.body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "LEVELS"
+    ]
     if len(tables) != 1 or not isinstance(tables[0], ast.Dict):
         raise ValueError("no table LEVELS in this source - pass that of ampcompat/amp/levels.py")
     table = tables[0]
@@ -53,7 +56,7 @@ def _fields(node: ast.ClassDef) -> Iterator[str]:
     if node.name == "Level":
         for statement in node.body:
             if isinstance(statement, ast.AnnAssign):
-                yield dotted(statement.target)
+                yield ast.unparse(statement.target)
 
 
 def _cells(row: ast.Call, fields: list[str]) -> dict[str, object]:
@@ -73,7 +76,7 @@ def _value(cell: ast.expr) -> object:
     """A literal, or the name of a dtype: ``torch.float16`` is ``"float16"``."""
     if isinstance(cell, ast.Constant):
         return cell.value
-    return dotted(cell).rpartition(".")[2]
+    return ast.unparse(cell).rpartition(".")[2]
 
 
 def _level(cells: dict[str, object]) -> Level:
