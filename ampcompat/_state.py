@@ -97,11 +97,13 @@ class MasterIndex:
     Attributes:
         by_tensor: Masters by the id of their half tensor and of their float32 one. Check that the master found still
             holds that tensor: ids are reused.
+        by_memory: Masters by what identifies the memory of either copy; None where it is to be listed anew.
         by_model: Masters of a whole model, valid for one ``generation``.
         generation: Counts masters that were made, dropped or moved to another module.
     """
 
     by_tensor: weakref.WeakValueDictionary[int, Master] = field(default_factory=weakref.WeakValueDictionary)
+    by_memory: dict[int, weakref.WeakSet[Master]] | None = None
     by_model: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, list[Master]]] = field(
         default_factory=weakref.WeakKeyDictionary
     )

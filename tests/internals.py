@@ -11,17 +11,16 @@ float32 one.
 from dataclasses import fields
 
 from ampcompat._state import state
+from ampcompat.amp.half.masters import half_written, value_written
 from ampcompat.amp.half.masters import master_of as master_of
 from ampcompat.amp.half.record import masters_by_name as masters_by_name
 from ampcompat.amp.half.record import masters_of as masters_of
-from ampcompat.amp.half.written import Due
-from ampcompat.amp.half.written import due as due
 from ampcompat.amp.misuse.watch import Watch
 
 
 def is_due(master):
     """Whether anything tells that one copy of a weight was written, and the other has yet to follow."""
-    return master.due is not Due.NOTHING
+    return bool(half_written([master]) or value_written([master]))
 
 
 def reset():

@@ -51,13 +51,11 @@ MASTERS: Final = Table(
         ("`initialize`", "rounded from float32", "the float32 weight, to the bit"),
         ("`optimizer.step`", "rounded from value", "stepped by the optimizer"),
         ("`load_state_dict`", "rounded from what was loaded", "what was loaded"),
-        ("half written, its version moves", "kept", "takes the elements that differ"),
-        ("half written through `data`", "kept", "takes the elements that differ"),
-        ("half written through an older alias", "kept until the next step", "at `amp.sync_masters` alone"),
+        ("half written, also through `data`", "kept", "takes the elements that differ"),
+        ("half written past torch, as through numpy", "kept until the next step", "at `amp.sync_masters` alone"),
         ("half written, and written back", "kept", "kept"),
-        ("value written", "rounded from value", "kept"),
-        ("both written in place", "kept", "takes the elements that differ"),
-        ("half through `data`, then value in place", "rounded from value", "kept"),
+        ("value written, also through `data`", "rounded from value", "kept"),
+        ("both written", "kept", "takes the elements that differ"),
         ("parameter replaced in its module", "stays, of no model; a warning", "stays with its optimizer"),
         ("replaced, and added to an optimizer", "stays, of no model", "stays; the new one has its own"),
         ("buffer assigned in its module", "the new buffer, as it is", "made anew from it, at the next save"),
@@ -66,18 +64,6 @@ MASTERS: Final = Table(
         ("`model.float()` and the like", "cast back", "takes the elements that differ"),
         ("deepcopy, pickle", "copied", "copied"),
         ("`initialize` at another level", "float32 again, from value", "dropped"),
-    ),
-)
-
-#: What makes the two copies of a weight equal again; the first row that fits decides.
-WRITES: Final = Table(
-    head=("since both copies were equal (the first match wins)", "due"),
-    rows=(
-        ("half's version or address has moved", "pull"),
-        ("value's version has moved", "push"),
-        ("half's `data` was taken", "pull"),
-        ("value's `data` was taken", "push"),
-        ("none of these", "nothing"),
     ),
 )
 
@@ -136,13 +122,11 @@ STATE_CHANGES: Final = Table(
 SHOWN_IN: Final[dict[str, tuple[str, ...]]] = {
     "scaling/block": ("gradients",),
     "half/masters": ("masters",),
-    "half/written": ("writes",),
     "casts/ambience": ("casts",),
 }
 TABLES: Final[dict[str, Table]] = {
     "gradients": GRADIENTS,
     "masters": MASTERS,
-    "writes": WRITES,
     "casts": CASTS,
     "changes": STATE_CHANGES,
 }

@@ -12,7 +12,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp.half.masters import Master
+from ampcompat.amp.half.masters import Master, half_written
 from ampcompat.amp.misuse.half_gradients import HalfGradients
 from ampcompat.amp.scaling.gradients import OpenBlock, pending_in
 from ampcompat.amp.scaling.mistakes import warn_of
@@ -91,7 +91,6 @@ class Watch:
         self.blocks_left = 0
         self._records: weakref.WeakKeyDictionary[Optimizer, _Record] = weakref.WeakKeyDictionary()
         self._expected: dict[OpenBlock, _Expected] = {}
-        self._taken_before: set[Master] = set()
 
     def _record_of(self, optimizer: Optimizer) -> _Record:
         return self._records.setdefault(optimizer, _Record())
@@ -193,14 +192,11 @@ class Watch:
             warn_of("no block")
         used = list(map(weakref.ref, gradients))
         self._records[optimizer] = _Record(used=used, half_gradients=record.half_gradients)
-        self._taken_before = {master for master in stash.leaves.masters if master.half_taken}
 
     def before_push(self, masters: Sequence[Master]) -> None:
-        """Look whether a step has written to half weights: itself, or through ``data`` that was taken in it."""
-        for master in masters:
-            was_taken = master.half_taken and master not in self._taken_before
-            if master.half_has_moved or was_taken:
-                warn_of("half weights written in a step")
+        """Look whether a step has written to half weights."""
+        if half_written(masters):
+            warn_of("half weights written in a step")
 
 
 def _look_at_foreign(record: _Record) -> None:
