@@ -189,6 +189,17 @@ class State:
     observers: list[object] = field(default_factory=list)
     adapters: list[Adapter] = field(default_factory=list)
 
+    def calls_shown(self) -> list[Session]:
+        """The calls of ``initialize`` whose optimizers are alive, the later first; the latest call if there are none.
+
+        ``amp._amp_state.loss_scalers`` are the first one's. A call without optimizers (for an averaged model) has
+        scalers that no loss uses.
+        """
+        calls = [optimizer._amp_stash.session for optimizer in reversed(self.optimizers.listed())]
+        if not calls and self.session is not None:
+            calls = [self.session]
+        return list(dict.fromkeys(calls))
+
     def undo_once(self, undo: Callable[[], None]) -> None:
         """Make ``reset`` call ``undo``, which undoes what there is, if anything: once, however often this is called."""
         if undo not in self.done_once:

@@ -117,7 +117,9 @@ def _optimizers_and_session(optimizers: Any) -> tuple[list[Any], Session]:
         if not latest.enabled or (is_optimizer(optimizer) and optimizer in state.optimizers.disabled):
             return [], DISABLED
         _refuse_optimizer(optimizer, given if is_list else optimizers)
-    return unique, unique[0]._amp_stash.session if unique else latest
+    if unique:
+        return unique, unique[0]._amp_stash.session
+    return [], state.calls_shown()[0] if latest.enabled else latest
 
 
 def _refuse_optimizer(optimizer: Any, given: Any) -> NoReturn:
