@@ -106,7 +106,7 @@ def _optimizers_and_session(optimizers: Any) -> tuple[list[Any], Session]:
         )
     stash = getattr(optimizers, "_amp_stash", None)
     if stash is not None:  # fast path: one optimizer under amp
-        return [optimizers], stash.session
+        return [under_amp(optimizers)], stash.session
     # apex took any iterable
     is_list = isinstance(optimizers, (list, tuple, ValuesView, Set, Iterator)) and not is_optimizer(optimizers)
     given = [under_amp(each) for each in (optimizers if is_list else [optimizers])]
@@ -136,9 +136,15 @@ def _refuse_optimizer(optimizer: Any, given: Any) -> NoReturn:
 
 
 def under_amp(optimizer: Any) -> Any:
-    """The initialized optimizer in ``optimizer``, a LARC that was built around one; else ``optimizer`` itself."""
+    """The initialized optimizer in ``optimizer``, a LARC that was built around one; else ``optimizer`` itself.
+
+    An object that forwards to an optimizer has the methods that amp has put on it: they are bound to the optimizer.
+    """
+    method = getattr(optimizer, "_amp_prepare_masters", None)
+    if method is not None:
+        return method.__self__
     inner = getattr(optimizer, "optim", None)
-    if inner is None or hasattr(optimizer, "_amp_stash"):
+    if inner is None:
         return optimizer
     is_initialized = hasattr(inner, "_amp_stash") or inner in state.optimizers.disabled
     return inner if is_initialized else optimizer

@@ -153,6 +153,25 @@ def model_zero_grad(model, optimizer):
     model.zero_grad()
 
 
+class Forwards:
+    """An object around an optimizer, as training frameworks have them."""
+
+    def __init__(self, optimizer):
+        self.wrapped = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self.wrapped, name)
+
+
+def an_object_that_forwards_to_the_optimizer(model, optimizer):
+    outer = Forwards(optimizer)
+    for optimizers in (outer, [outer]):
+        backward(model, optimizers)
+        outer.step()
+        outer.zero_grad()
+        assert not amp.step_was_skipped(outer)
+
+
 def no_gradients_at_all(model, optimizer):
     optimizer.zero_grad()
     optimizer.step()
@@ -176,6 +195,7 @@ RIGHT = [
     accumulate,
     input_gradient_first,
     model_zero_grad,
+    an_object_that_forwards_to_the_optimizer,
     no_gradients_at_all,
     more_than_the_scaled_loss,
     gradients_kept_for_a_second_step,
