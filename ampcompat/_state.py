@@ -132,11 +132,14 @@ class OptimizerIndex:
         disabled: Optimizers given to ``initialize(enabled=False)``.
         may_hold_dropped: Whether a call has come since those that a script has dropped were last collected: they are
             reference cycles, their methods are bound to them.
+        gone: Ids of the leaves of optimizers that were collected since the last block ended: what gradients these have
+            are unscaled.
     """
 
     live: weakref.WeakKeyDictionary[Optimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
     disabled: weakref.WeakKeyDictionary[Optimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
     may_hold_dropped: bool = False
+    gone: set[int] = field(default_factory=set)
 
     def listed(self) -> list[Optimizer]:
         """Those under amp, in the order of their ``initialize`` calls."""

@@ -77,6 +77,7 @@ def detach(optimizer: Optimizer) -> None:
             clear_pending(pending)
     give_back_params(optimizer)
     match_state(optimizer)
+    stash.note_when_gone(optimizer, set())
     for name in ("_amp_stash", *_METHODS):
         vars(optimizer).pop(name, None)
     follow_groups()
