@@ -1,5 +1,7 @@
 """Show the latest ``initialize`` call as apex's module-global state (``apex/amp/_amp_state.py``).
 
+``loss_scalers`` are those of the latest call that has optimizers.
+
 Scripts read ``loss_scalers``, ``opt_properties`` and ``handle`` here, test for them with ``hasattr``, and set
 ``allow_incoming_model_not_fp32``, ``hard_override`` and ``verbosity``.
 """
@@ -21,13 +23,19 @@ class AmpState:
     """A view of ``state.view``, so that a reset clears its attributes."""
 
     def __getattr__(self, name: str) -> Any:
+        if name == "loss_scalers":
+            calls = state.calls_shown()
+            if calls:
+                return calls[0].scalers
         if name.startswith("__") or name not in state.view:
             raise AttributeError(f"_amp_state has no attribute {name!r}; amp.initialize has not set it")
         return state.view[name]
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name == "loss_scalers" and state.session is not None and state.session.enabled:
-            state.session.replace_scalers(value)
+        if name == "loss_scalers":
+            calls = state.calls_shown()
+            if calls and calls[0].enabled:
+                calls[0].replace_scalers(value)
         if name == "verbosity":
             value = _checked_verbosity(value)
         state.view[name] = value

@@ -12,6 +12,7 @@ An observer is an object with any of these methods, called in the thread of the 
   included, and neither clipped nor freed yet.
 * ``on_block_undone(block)``: an exception has left it.
 * ``on_unscaled_by_script(optimizer)``: a script's own block has called ``_post_amp_backward``.
+* ``on_master_params(optimizer)``: a script asks for the masters of an optimizer.
 * ``on_failure(error)``: an exception leaves the forward of an initialized model, or a block.
 * ``before_step(optimizer)``: a step begins; its gradients are unscaled, and masters follow the model.
 * ``before_push(masters)``: the optimizer has updated these masters, and the model has yet to follow.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ampcompat import _torch
 from ampcompat._state import state
@@ -65,6 +66,9 @@ class _Record:
         had_gradients: Whether such a block gave any gradients.
         used: The gradients in the model at the last step: if a later step finds one of these tensors, there was no new
             backward pass.
+        writes_own: Whether gradients that came since then may be the script's own: it has asked for ``master_params``
+            before there were any, and no backward pass has given them.
+        backward_hook: The hook that tells of a backward pass.
         foreign: A gradient that a block of another optimizer has added to.
         half_gradients: What blocks have left in its half gradients.
     """
@@ -72,8 +76,29 @@ class _Record:
     had_block: bool = False
     had_gradients: bool = False
     used: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    writes_own: bool = False
+    backward_hook: RemovableHandle | None = None
     foreign: _Bystander | None = None
     half_gradients: HalfGradients = field(default_factory=HalfGradients)
+
+    def follow_backward(self, leaf: torch.Tensor) -> None:
+        """Take the gradients that come now for the script's own, until a backward pass reaches ``leaf``."""
+        self.writes_own = True
+        self.end_hook()
+        hooked = leaf.register_post_accumulate_grad_hook(self._note_backward)  # type: ignore[no-untyped-call]
+        self.backward_hook = hooked
+
+    def _note_backward(self, _: torch.Tensor) -> None:
+        self.writes_own = False
+
+    def end_hook(self) -> None:
+        """Take the hook away."""
+        if self.backward_hook is not None:
+            self.backward_hook.remove()
+
+    def is_new(self, gradients: list[torch.Tensor]) -> bool:
+        """Whether there are ``gradients`` that were not there at the last step."""
+        return bool(gradients) and not self.was_used(gradients[0])
 
     def was_used(self, gradient: torch.Tensor) -> bool:
         """Whether ``gradient`` was there at the last step."""
@@ -176,6 +201,17 @@ class Watch:
         self.blocks_left -= 1
         if self.blocks_left <= 0:
             state.observers[:] = [other for other in state.observers if other is not self]
+            for record in self._records.values():
+                record.end_hook()
+
+    def on_master_params(self, optimizer: Optimizer) -> None:
+        """Note that a script may write gradients of its own to the masters of ``optimizer``."""
+        record = self._record_of(optimizer)
+        if record.had_block or record.is_new(_gradients_in(optimizer)):
+            return
+        leaf = next((leaf for leaf in optimizer._amp_stash.leaves.tensors() if leaf.requires_grad), None)
+        if leaf is not None:
+            record.follow_backward(leaf)
 
     # -- a step --------------------------------------------------------------------------------------------------------
     def before_step(self, optimizer: Optimizer) -> None:
@@ -185,11 +221,12 @@ class Watch:
         record.half_gradients.look()
         _look_at_foreign(record)
         is_scaled = bool(stash.leaves.masters) or not all(scaler.is_one for scaler in stash.session.scalers)
-        gradients = [leaf.grad for leaf in stash.leaves.tensors() if leaf.grad is not None]
+        gradients = _gradients_in(optimizer)
         if is_scaled and record.had_block and not record.had_gradients:
             warn_of("block without gradients")
-        elif is_scaled and not record.had_block and gradients and not record.was_used(gradients[0]):
+        elif is_scaled and not record.had_block and not record.writes_own and record.is_new(gradients):
             warn_of("no block")
+        record.end_hook()
         used = list(map(weakref.ref, gradients))
         self._records[optimizer] = _Record(used=used, half_gradients=record.half_gradients)
 
@@ -197,6 +234,11 @@ class Watch:
         """Look whether a step has written to half weights."""
         if half_written(masters):
             warn_of("half weights written in a step")
+
+
+def _gradients_in(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The gradients in the model that belong to ``optimizer``."""
+    return [leaf.grad for leaf in optimizer._amp_stash.leaves.tensors() if leaf.grad is not None]
 
 
 def _look_at_foreign(record: _Record) -> None:

@@ -9,6 +9,7 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import align_written
+from ampcompat.amp.observers import notify
 from ampcompat.amp.scaling.gradients import Pending, pending_in
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
@@ -54,6 +55,8 @@ def prepare_masters(optimizer: Optimizer) -> None:
     They follow what it did to the model's weights and gradients. Outside of blocks, pending gradients are unscaled, and
     the scale moves: a script may end an accumulation early, clip, and step.
     """
+    if state.observers:
+        notify("on_master_params", optimizer)
     stash: OptimizerState = optimizer._amp_stash
     stash.look_up(optimizer)
     drop_cleared(stash.leaves.masters)

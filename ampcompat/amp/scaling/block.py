@@ -226,6 +226,7 @@ class Block(OpenBlock):
     @_torch.eager
     def __exit__(self, kind: object, error: BaseException | None = None, trace: object = None) -> None:
         """Unscale the new gradients, or leave them scaled; or, after an exception, undo the block."""
+        state.optimizers.gone.clear()  # their gradients may be scaled now
         if kind is not None:
             self._undo(error)
             return

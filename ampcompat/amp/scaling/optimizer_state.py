@@ -7,6 +7,7 @@ apex kept the same there (``apex/amp/_process_optimizer.py: AmpOptimizerState``)
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
@@ -63,6 +64,7 @@ class OptimizerState:
         device_steps: The steps that the device decided about.
         known_step: The optimizer's own ``step`` attribute, as last looked up.
         is_stepping: Whether a script's replacement of ``step`` runs; amp's wrapper is around it.
+        when_gone: Tells ``state.optimizers`` what it held when it is collected.
     """
 
     session: Session
@@ -76,6 +78,7 @@ class OptimizerState:
     device_steps: DeviceSteps = field(default_factory=DeviceSteps)
     known_step: object = None
     is_stepping: bool = False
+    when_gone: weakref.finalize[..., Optimizer] | None = field(default=None, init=False)
 
     @property
     def in_block(self) -> bool:
@@ -155,6 +158,14 @@ class OptimizerState:
         held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
         self.leaves = Leaves(masters, [param for key, param in held.items() if key not in sides])
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
+        self.note_when_gone(optimizer, self.leaves.ids())
+
+    def note_when_gone(self, optimizer: Optimizer, ids: set[int]) -> None:
+        """Have the ``ids`` of leaves noted when ``optimizer`` is collected: another may come in its place."""
+        if self.when_gone is not None:
+            self.when_gone.detach()
+        self.when_gone = weakref.finalize(optimizer, state.optimizers.gone.update, ids)
+        self.when_gone.atexit = False
 
 
 # -- groups that change ------------------------------------------------------------------------------------------------
@@ -170,6 +181,7 @@ def follow_groups(unscaled: Set[int] = frozenset()) -> None:
     optimizers = state.optimizers.listed()
     known = {key for optimizer in optimizers for key in optimizer._amp_stash.leaves.ids()}
     known.update(unscaled)
+    known.update(state.optimizers.gone)
     known.update(key for pending in state.pending for key in pending.leaves.ids())
     for optimizer in optimizers:
         stash: OptimizerState = optimizer._amp_stash

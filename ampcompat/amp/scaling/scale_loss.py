@@ -106,7 +106,7 @@ def _optimizers_and_session(optimizers: Any) -> tuple[list[Any], Session]:
         )
     stash = getattr(optimizers, "_amp_stash", None)
     if stash is not None:  # fast path: one optimizer under amp
-        return [optimizers], stash.session
+        return [under_amp(optimizers)], stash.session
     # apex took any iterable
     is_list = isinstance(optimizers, (list, tuple, ValuesView, Set, Iterator)) and not is_optimizer(optimizers)
     given = [under_amp(each) for each in (optimizers if is_list else [optimizers])]
@@ -117,7 +117,9 @@ def _optimizers_and_session(optimizers: Any) -> tuple[list[Any], Session]:
         if not latest.enabled or (is_optimizer(optimizer) and optimizer in state.optimizers.disabled):
             return [], DISABLED
         _refuse_optimizer(optimizer, given if is_list else optimizers)
-    return unique, unique[0]._amp_stash.session if unique else latest
+    if unique:
+        return unique, unique[0]._amp_stash.session
+    return [], state.calls_shown()[0] if latest.enabled else latest
 
 
 def _refuse_optimizer(optimizer: Any, given: Any) -> NoReturn:
@@ -134,9 +136,15 @@ def _refuse_optimizer(optimizer: Any, given: Any) -> NoReturn:
 
 
 def under_amp(optimizer: Any) -> Any:
-    """The initialized optimizer in ``optimizer``, a LARC that was built around one; else ``optimizer`` itself."""
+    """The initialized optimizer in ``optimizer``, a LARC that was built around one; else ``optimizer`` itself.
+
+    An object that forwards to an optimizer has the methods that amp has put on it: they are bound to the optimizer.
+    """
+    method = getattr(optimizer, "_amp_prepare_masters", None)
+    if method is not None:
+        return method.__self__
     inner = getattr(optimizer, "optim", None)
-    if inner is None or hasattr(optimizer, "_amp_stash"):
+    if inner is None:
         return optimizer
     is_initialized = hasattr(inner, "_amp_stash") or inner in state.optimizers.disabled
     return inner if is_initialized else optimizer

@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 
 @_torch.skip_compile_of_frame
-def make_or_skip_step(optimizer: Optimizer, stash: OptimizerState, original: Callable[..., Any], **kwargs: Any) -> Any:
+def make_or_skip_step(optimizer: Optimizer, stash: OptimizerState, original: Callable[..., Any]) -> Any:
     """Read the flags and make the step or skip it; or lend them to an optimizer that skips by itself.
 
     Where nothing is scaled and there are no masters, torch's own step is all there is to do.
@@ -49,10 +49,10 @@ def make_or_skip_step(optimizer: Optimizer, stash: OptimizerState, original: Cal
             return None
     update = functools.partial(update_weights, optimizer, stash, original) if has_masters else original
     if decides_on_device:
-        result = stash.device_steps.step(optimizer, flags, functools.partial(update, **kwargs))
+        result = stash.device_steps.step(optimizer, flags, update)
         finish(optimizer, stash, skipped=None)
     else:
-        result = update(**kwargs)
+        result = update()
         finish(optimizer, stash, skipped=False)
     return result
 

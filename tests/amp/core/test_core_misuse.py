@@ -31,6 +31,13 @@ def without_a_backward(model, optimizer):
     optimizer.zero_grad()
 
 
+def without_a_block_but_clipped(model, optimizer):
+    loss_of(model).backward()
+    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def backward_of_the_loss_in_the_block(model, optimizer):
     loss = loss_of(model)
     with amp.scale_loss(loss, optimizer):
@@ -52,6 +59,7 @@ EDITED = "Gradients of the model's half parameters changed after scale_loss (cli
 BLOCK = "write `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`."
 MISTAKES = {
     without_a_block: (["O1", "O2"], NO_BLOCK, BLOCK),
+    without_a_block_but_clipped: (["O1", "O2"], NO_BLOCK, BLOCK),
     without_a_backward: (["O1", "O2"], NO_GRADIENT, BLOCK),
     backward_of_the_loss_in_the_block: (
         ["O1", "O2"],
@@ -153,6 +161,39 @@ def model_zero_grad(model, optimizer):
     model.zero_grad()
 
 
+class Forwards:
+    """An object around an optimizer, as training frameworks have them."""
+
+    def __init__(self, optimizer):
+        self.wrapped = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self.wrapped, name)
+
+
+def an_object_that_forwards_to_the_optimizer(model, optimizer):
+    outer = Forwards(optimizer)
+    for optimizers in (outer, [outer]):
+        backward(model, optimizers)
+        outer.step()
+        outer.zero_grad()
+        assert not amp.step_was_skipped(outer)
+
+
+def gradients_of_the_scripts_own(model, optimizer):
+    """Of Reptile, evolution strategies: not of a loss."""
+    for param in amp.master_params(optimizer):
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
+def gradients_of_autograd_grad(model, optimizer):
+    found = torch.autograd.grad(loss_of(model), list(model.parameters()))
+    for param, grad in zip(amp.master_params(optimizer), found, strict=True):
+        param.grad = grad.to(param.dtype)
+    optimizer.step()
+
+
 def no_gradients_at_all(model, optimizer):
     optimizer.zero_grad()
     optimizer.step()
@@ -176,6 +217,9 @@ RIGHT = [
     accumulate,
     input_gradient_first,
     model_zero_grad,
+    an_object_that_forwards_to_the_optimizer,
+    gradients_of_the_scripts_own,
+    gradients_of_autograd_grad,
     no_gradients_at_all,
     more_than_the_scaled_loss,
     gradients_kept_for_a_second_step,
