@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.bindings import apex_name
 from ampcompat.tools.check.findings import DIFFERS, NOTE, UNSUPPORTED, WORKS, Finding
 from ampcompat.tools.check.libraries import uses_of_apex
@@ -78,7 +79,7 @@ def _probe(source: Source, call: ast.Call) -> Finding | None:
     first = call.args[0] if call.args else None
     if not isinstance(first, ast.Constant) or not isinstance(first.value, str):
         return None
-    if first.value.partition(".")[0] != "apex":
+    if first.value.partition(".")[0] not in ("apex", *EXTENSIONS):
         return None
     level, note = verdict(first.value)
     note = note or "asked for by name: answered under `ampcompat run` or install_as_apex()"

@@ -54,6 +54,7 @@ def test_other_packages_are_left_alone(code):
     [
         ("import fused_adam_cuda\nfused_adam_cuda.adam(p)", "fused_adam_cuda.adam", "works"),
         ("import fused_adam_cuda as f\nf.maybe_adam(p)", "fused_adam_cuda.maybe_adam", "unsupported"),
+        ("import importlib as i\nf = i.import_module('fused_adam_cuda')\nf.adam(p)", "fused_adam_cuda.adam", "works"),
         ("from fused_layer_norm_cuda import forward_affine", "fused_layer_norm_cuda.forward_affine", "works"),
         ("import amp_C\namp_C.multi_tensor_scale(1)", "amp_C.multi_tensor_scale", "works"),
         ("import apex_C\napex_C.flatten(x)", "apex_C.flatten", "works"),
@@ -156,6 +157,7 @@ def test_unknown_symbols_of_a_known_module():
 def test_probes_by_name_are_reported():
     assert symbols("import importlib.util\nimportlib.util.find_spec('apex')") == {"apex": "note"}
     assert symbols("from importlib.metadata import version\nversion('apex')") == {"apex": "note"}
+    assert symbols("import importlib\nimportlib.import_module('fused_adam_cuda')") == {"fused_adam_cuda": "note"}
     assert symbols("version('torch')") == {}
 
 

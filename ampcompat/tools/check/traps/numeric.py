@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ast
-import bisect
 from collections.abc import Callable, Iterator
 
+from ampcompat.tools.check.assigned import certain_value, value_above
 from ampcompat.tools.check.bindings import dotted
-from ampcompat.tools.check.branches import conditions, is_not_half
+from ampcompat.tools.check.branches import is_not_half
 from ampcompat.tools.check.findings import ERROR, WARNING
 from ampcompat.tools.check.mistakes import Grade, Mistake
 from ampcompat.tools.check.settings import Setting
-from ampcompat.tools.check.source import Source, argument, called, number, once
+from ampcompat.tools.check.source import Source, argument, called, number
 
 LARGEST_HALF = 65504.0
 #: Matrix products of two arguments, which O1 casts to half.
@@ -33,8 +33,8 @@ def _may_be_half(source: Source, node: ast.AST) -> bool:
 
 def _is_made_wide(source: Source, name: ast.Name) -> bool:
     """Whether the last assignment above makes a name float32, in every case: ``scores = scores.float()``."""
-    value = _value_above(source, name)
-    if not isinstance(value, ast.Call) or not conditions(source, value) <= conditions(source, name):
+    value = certain_value(source, name)
+    if not isinstance(value, ast.Call):
         return False
     is_cast = called(value) == "to" and _has(source, value, _names_wide_dtype)
     return is_cast or called(value) in WIDENS
@@ -159,7 +159,7 @@ def _is_product(source: Source, node: ast.expr | None) -> bool:
     """Whether ``node`` is a matrix product, perhaps divided or multiplied, or a name that is given one just before."""
     while node is not None:
         if isinstance(node, ast.Name):
-            node = _value_above(source, node)
+            node = value_above(source, node)
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult):
             node = node.left
         elif isinstance(node, ast.BinOp):
@@ -167,24 +167,6 @@ def _is_product(source: Source, node: ast.expr | None) -> bool:
         else:
             return isinstance(node, ast.Call) and called(node) in PRODUCTS
     return False
-
-
-def _value_above(source: Source, name: ast.Name) -> ast.expr | None:
-    """What the last assignment above gives ``name`` in its function; None if there is none."""
-    values = _assigned(source).get((source.scope(name), name.id), [])
-    above = bisect.bisect_left(values, name.lineno, key=lambda value: value.lineno)
-    return values[above - 1] if above else None
-
-
-@once
-def _assigned(source: Source) -> dict[tuple[ast.AST, str], list[ast.expr]]:
-    """What each name of a function is given, in the order of lines."""
-    found: dict[tuple[ast.AST, str], list[ast.expr]] = {}
-    for node in sorted(source.kind(ast.Assign), key=lambda node: node.lineno):
-        for target in node.targets:
-            if isinstance(target, ast.Name):
-                found.setdefault((source.scope(node), target.id), []).append(node.value)
-    return found
 
 
 def _masked_with(source: Source, node: ast.Assign | ast.BinOp) -> ast.expr | None:
