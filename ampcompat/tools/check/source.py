@@ -241,17 +241,30 @@ class Source:
 
     def imports(self, package: str) -> bool:
         """Whether the file imports ``package`` or a part of it."""
-        return package in self._packages
+        return any(name.partition(".")[0] == package for _, name in self._imported)
+
+    def full_name(self, node: ast.AST) -> str:
+        """The name of an imported thing in full, ``torch.nn.functional.pad`` for ``F.pad``; "" for anything else."""
+        head, dot, rest = dotted(node).partition(".")
+        module = self._modules.get(head)
+        return f"{module}{dot}{rest}" if module else ""
 
     @functools.cached_property
-    def _packages(self) -> set[str]:
-        names: list[str] = []
-        for node in self.kind(ast.Import, ast.ImportFrom):
-            if isinstance(node, ast.Import):
-                names += [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                names.append(node.module or "")
-        return {name.partition(".")[0] for name in names}
+    def _modules(self) -> dict[str, str]:
+        return dict(self._imported)
+
+    @functools.cached_property
+    def _imported(self) -> list[tuple[str, str]]:
+        """Names that imports bind, and what each is in full."""
+        found: list[tuple[str, str]] = []
+        for node in self.kind(ast.Import):
+            for alias in node.names:
+                package = alias.name.partition(".")[0]
+                found.append((alias.asname, alias.name) if alias.asname else (package, package))
+        for statement in self.kind(ast.ImportFrom):
+            module = "." * statement.level + (statement.module or "")
+            found += [(alias.asname or alias.name, f"{module}.{alias.name}") for alias in statement.names]
+        return found
 
     def finding(self, node: ast.AST, kind: str, name: str, level: str, note: str = "") -> Finding:
         """A finding at ``node``."""

@@ -321,8 +321,6 @@ TRUE = {
     ),
 }
 
-#: What is not found of these.
-MISSED = ("fill by a name",)
 #: What is a warning, because the snippet does not prove it.
 WARNED = (
     "gradients divided by a function that is called after the block",
