@@ -69,6 +69,8 @@ class Bindings:
                 self._import_from(node, other)
             elif isinstance(node, ast.Assign):
                 assigned += _pairs(node.targets, node.value)
+                module = _imported_by_name(node.value)
+                self.names |= {dotted(target): module for target in node.targets if module}
             elif isinstance(node, ast.AnnAssign) and node.value is not None:
                 assigned += _pairs([node.target], node.value)
         for target, value in assigned:
@@ -140,6 +142,14 @@ def _pairs(targets: list[ast.expr], value: ast.expr) -> list[tuple[str, ast.expr
     values = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
     names = [name for name in map(dotted, targets) if name]
     return [(name, one) for name in names for one in values if isinstance(one, ast.Attribute | ast.Name)]
+
+
+def _imported_by_name(value: ast.expr) -> str:
+    """The module of ``importlib.import_module("apex.amp")``; "" for what is no such call, or of another package."""
+    if not isinstance(value, ast.Call) or dotted(value.func).rpartition(".")[2] != "import_module":
+        return ""
+    name = value.args[0].value if value.args and isinstance(value.args[0], ast.Constant) else ""
+    return name if isinstance(name, str) and name.partition(".")[0] in PACKAGES else ""
 
 
 def parameters(function: Function) -> set[str]:

@@ -13,7 +13,7 @@ from ampcompat.tools.check.source import Source, argument
 from ampcompat.tools.check.traps.grades import with_masters
 
 #: Parts of names by which a file may scale losses in another way than by a ``with`` statement.
-OTHER_SCALING = ("scale_loss", "loss_scalers", "_amp_backward", "unscale", "FP16_Optimizer", "GradScaler")
+OTHER_SCALING = ("scale_loss", "loss_scaler", "_amp_backward", "unscale", "FP16_Optimizer", "GradScaler")
 
 
 def unscaled_backward(source: Source) -> Iterator[Mistake]:
