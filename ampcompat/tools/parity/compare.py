@@ -140,8 +140,8 @@ def judge_again(results: Sequence[Result], repeated: Run) -> list[Result]:
         return list(results)
     level = results[0].run.level.opt_level
     told = (
-        f"Two runs of {level} differ before any step was made: the loss was {first:g}, and then {again:g}. What takes its "
-        "seed from the clock or the system must be seeded with constants."
+        f"Two runs of {level} differ before any step was made: the loss was {first:g}, and then {again:g}. What takes "
+        "its seed from the clock or the system must be seeded with constants."
     )
     return [
         replace(result, verdict="not repeatable", not_repeatable=told) if result.is_off else result
