@@ -12,6 +12,7 @@ from running import migrate_tree, write
 from shapes import HEAD, SHAPES, TREES
 
 import ampcompat
+from ampcompat.cli import main
 from ampcompat.tools.migrate.parts import PARTS, WHOLE, needed_by, parts_of, written
 
 LOOP = """\
@@ -42,6 +43,7 @@ NEEDS = {
     "with model.no_sync(): pass": "delayed_blocks",
     "with amp.scale_loss(loss, optimizer, **options) as s: pass": "delayed_blocks",
     "with amp.scale_loss(loss, optimizer, 0, None, last) as s: pass": "delayed_blocks",
+    "with amp.scale_loss(loss,\n                    optimizer, 0, None, last) as s: pass": "delayed_blocks",
     "block = amp.scale_loss(*given)": "delayed_blocks",
     "class Swish(torch.autograd.Function): pass": "explanations",
     "names = model.forward.__code__.co_varnames": "forward_attributes",
@@ -91,6 +93,22 @@ def test_each_part_has_a_begin_an_end_and_a_need():
 def test_what_needs_a_part(line, part):
     assert part not in needed_by([LOOP])
     assert part in needed_by([LOOP, f"{line}\n"])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '"""Train with data_parallel, or a closure."""',
+        "# nn.DataParallel, retain_grad and delay_unscale are not used here",
+        'class Net(nn.Module):\n    """Named like torch.autograd.Function."""',
+        "from utils import *",
+        "with amp.scale_loss(\n    loss,\n    optimizer,\n) as scaled_loss: pass",
+        "with amp.scale_loss(loss,\n                    optimizer) as scaled_loss: pass",
+        "optimizer.step(\n)",
+    ],
+)
+def test_what_needs_no_part(line):
+    assert needed_by([f"{line}\n{LOOP}"]) == frozenset()
 
 
 def test_a_plain_loop_needs_none_and_what_cannot_be_read_needs_all():
@@ -174,11 +192,27 @@ def test_a_copy_that_was_changed_stays(tmp_path):
     changes(tmp_path)
     copy = tmp_path / "native_amp.py"
     copy.write_text(copy.read_text() + "x = 1\n")
-    write(tmp_path, {"other.py": "features.retain_grad()\n"})
-    assert changes(tmp_path) == {}
+    assert [change.problem for change in migrate_tree(tmp_path, "native")] == [""] * 2
     write(tmp_path, {"other.py": LOOP})
     with pytest.raises(FileExistsError, match=r"native_amp.py is there and differs"):
         changes(tmp_path)
+
+
+def test_a_changed_copy_that_lacks_a_part_is_left_and_told(tmp_path, capsys):
+    write(tmp_path, {"train.py": LOOP})
+    changes(tmp_path)
+    copy = tmp_path / "native_amp.py"
+    mine = copy.read_text().replace(ampcompat.__version__, "0.1.9") + "x = 1\n"
+    copy.write_text(mine)
+    write(tmp_path, {"other.py": "features.retain_grad()\n"})
+    assert main(["migrate", "--to", "native", "--write", str(tmp_path)]) == 1
+    assert copy.read_text() == mine
+    assert (
+        "native_amp.py: was changed, or another version wrote it, and lacks what the code now needs: "
+        "retained_gradients; " in capsys.readouterr().err
+    )
+    copy.write_text(mine.replace("uses: none.", "uses: retained_gradients."))
+    assert main(["migrate", "--to", "native", "--write", str(tmp_path)]) == 0
 
 
 @pytest.mark.parametrize(
