@@ -130,11 +130,11 @@ class Watch:
         return found
 
     def on_block_end(self, block: OpenBlock) -> None:
-        """Note whose gradients ``block`` has given, and look at them if they were unscaled."""
+        """Note whose gradients ``block`` has given, and look at them if it has unscaled them."""
         expected = self._expected.pop(block, _Expected(None, []))
         self._look_at_bystanders(expected)
         self._count_down()
-        if block.has_new_grads is None:  # gradients are left to torch, or stay scaled
+        if block.has_new_grads is None:  # gradients are left to torch
             for optimizer in block.optimizers:
                 self._note_gradients(optimizer)
             return
