@@ -67,7 +67,7 @@ def sizes_of_state():
 
 def process_state():
     """What is known of gradients in the whole process, by name."""
-    names = ("open_blocks", "pending")
+    names = ("open_blocks",)
     return {name: getattr(state, name) for name in names}
 
 
@@ -105,11 +105,6 @@ def scaler_of(optimizer):
 def float32_masters(optimizer):
     """The float32 masters that ``optimizer`` steps. Unlike ``amp.master_params``, this does not update them first."""
     return [master.value for master in optimizer._amp_stash.leaves.masters]
-
-
-def has_scaled_gradients(optimizer):
-    """Whether a block has left gradients scaled in ``p.grad``."""
-    return optimizer._amp_stash.params_have_scaled_gradients
 
 
 def is_in_block(optimizer):

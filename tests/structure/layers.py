@@ -55,6 +55,7 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
         *(
             "device_steps",
             "optimizer_state",
+            "unreduced",
             "between_blocks",
             "backward_methods",
             "block",

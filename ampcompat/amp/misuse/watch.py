@@ -15,7 +15,7 @@ from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import Master, half_written
 from ampcompat.amp.misuse.half_gradients import HalfGradients
-from ampcompat.amp.scaling.gradients import OpenBlock, pending_in
+from ampcompat.amp.scaling.gradients import OpenBlock
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
 
@@ -123,7 +123,7 @@ class Watch:
     # -- a block -------------------------------------------------------------------------------------------------------
     def on_block(self, block: OpenBlock) -> None:
         """Look at the gradients that are there before ``block`` saves them."""
-        if block.is_plain or pending_in(block.leaves):
+        if block.is_plain:
             return
         for optimizer in block.optimizers:
             record = self._record_of(optimizer)
@@ -137,7 +137,7 @@ class Watch:
         calls: list[bool] = []
         if scaled.requires_grad:
             scaled.register_hook(lambda _grad: calls.append(True))  # type: ignore[no-untyped-call]
-        bystanders = [] if block.scalers[0].is_one else self._find_bystanders(block)
+        bystanders = [] if block.scaler.is_one else self._find_bystanders(block)
         self._expected[block] = _Expected(calls if scaled.requires_grad else None, bystanders)
 
     def _find_bystanders(self, block: OpenBlock) -> list[_Bystander]:
@@ -146,7 +146,7 @@ class Watch:
         for other in state.optimizers.listed():
             leaves = other._amp_stash.leaves
             waits = other not in block.optimizers and self._record_of(other).had_gradients
-            if not waits or block.overlaps(leaves) or pending_in(leaves) or other._amp_stash.in_block:
+            if not waits or block.overlaps(leaves) or other._amp_stash.in_block:
                 continue
             param = next((param for param in leaves.direct if param.grad is not None), None)
             if param is not None and param.grad is not None:
@@ -154,11 +154,11 @@ class Watch:
         return found
 
     def on_block_end(self, block: OpenBlock) -> None:
-        """Note whose gradients ``block`` has given, and look at them if they were unscaled."""
+        """Note whose gradients ``block`` has given, and look at them if it has unscaled them."""
         expected = self._expected.pop(block, _Expected(None, []))
         self._look_at_bystanders(expected)
         self._count_down()
-        if block.has_new_grads is None:  # gradients are left to torch, or stay scaled
+        if block.has_new_grads is None:  # gradients are left to torch
             for optimizer in block.optimizers:
                 self._note_gradients(optimizer)
             return

@@ -79,10 +79,11 @@ class Recorder:
             blocks.scale = scale if blocks.scale is None else min(scale, blocks.scale)
 
     def on_gradients(self, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
-        """Copy the numbers of the scaler."""
+        """Copy the numbers of the scaler, unless the step is to move the scale."""
         if _torch.is_capturing():  # a replay runs no Python
             return
-        numbers = numbers_of(scaler)
+        moves_later = scaler.uncounted is not None
+        numbers = None if moves_later else numbers_of(scaler)
         for optimizer in optimizers:
             self._blocks_of(optimizer).numbers[scaler] = numbers
 
