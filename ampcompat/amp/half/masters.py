@@ -52,7 +52,6 @@ import torch
 from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
-from ampcompat.amp.half.merging import merge_, merged
 
 
 class Master:
@@ -200,7 +199,7 @@ class Master:
         )
         exact = self.half.detach()
         _recast(self.half, self.dtype)
-        self.value.copy_(merged(self.value, exact, self.dtype))
+        self.value.copy_(_merged(self.value, exact, self.dtype))
         self.push()
 
     def push(self) -> None:
@@ -370,9 +369,29 @@ def _bring_up_to_date(written: Sequence[Master], *, pulls: bool) -> None:
 
 def pull_all(masters: Sequence[Master]) -> None:
     """Take what was written to half weights into their masters; elements that were not keep their low bits."""
-    merge_([master.value for master in masters], [master.half for master in masters])
+    _merge_([master.value for master in masters], [master.half for master in masters])
     for master in masters:
         master.note_equal()
+
+
+@_torch.without_grad
+def _merge_(values: Sequence[torch.Tensor], halves: Sequence[torch.Tensor]) -> None:
+    """Write :func:`_merged` of each of ``values`` and its half weight into it, in fused passes over chunks."""
+    for indices in _torch.in_chunks(halves):
+        destinations = [values[index].detach() for index in indices]
+        chosen = [halves[index].detach() for index in indices]
+        flat_values = torch.cat([value.reshape(-1) for value in destinations])
+        flat_halves = torch.cat([half.reshape(-1) for half in chosen])
+        parts = torch.split(_merged(flat_values, flat_halves, flat_halves.dtype), [half.numel() for half in chosen])
+        shaped = [part.view(value.shape) for part, value in zip(parts, destinations, strict=True)]
+        _torch.foreach_copy_(destinations, shaped)
+
+
+def _merged(value: torch.Tensor, half: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``value`` with the elements of ``half`` where it does not round to them in ``dtype``, bit for bit."""
+    wide = half.float()
+    rounded = value.to(dtype).float()
+    return torch.where(_torch.bits(rounded) == _torch.bits(wide), value, wide)
 
 
 @_torch.without_grad
