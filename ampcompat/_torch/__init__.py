@@ -118,10 +118,9 @@ from ampcompat._torch.modules import (
     watch_zero_grad,
 )
 from ampcompat._torch.parameters import (
-    count_write,
+    DataWrites,
     data_of,
     memory_of,
-    new_write_counter,
     set_data,
     set_versions,
     watch_collectives,

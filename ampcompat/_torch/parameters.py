@@ -43,46 +43,64 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 
 # -- writes through ``data`` -------------------------------------------------------------------------------------------
-def new_write_counter(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor whose version is to count the writes through ``tensor.data``."""
-    with torch.inference_mode(False):  # tensors of inference mode have no version
-        return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+class DataWrites:
+    """Counts writes to one tensor that do not move its version: through its ``data``, and what :meth:`add` notes.
+
+    ``tensor.data`` is another tensor at each access, with a version of its own. From a watched parameter, each of them
+    shares the version of :attr:`counter`, as a tensor and its ``detach()`` do: a write through any of them, or through
+    a view of one, moves it, also when the script has let go of that tensor.
+
+    Attributes:
+        counter: An empty tensor, whose version counts.
+    """
+
+    __slots__ = ("_version_seen", "counter")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        with torch.inference_mode(False):  # tensors of inference mode have no version
+            self.counter = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._version_seen = self.counter._version
+
+    @property
+    def happened(self) -> bool:
+        """Whether there was a write since the last :meth:`forget`."""
+        return self.counter._version != self._version_seen
+
+    def add(self) -> None:
+        """Count a write that torch does not count."""
+        set_versions([self.counter], [self.counter._version + 1])
+
+    def forget(self) -> None:
+        """Make what was written so far count no more."""
+        self._version_seen = self.counter._version
 
 
-def count_write(counter: torch.Tensor) -> None:
-    """Count one write that torch does not count by itself."""
-    set_versions([counter], [counter._version + 1])
+def watch_parameter_data(writes_of: Callable[[torch.Tensor, bool], DataWrites | None], undo: ExitStack) -> None:
+    """Count writes through ``param.data`` of each ``Parameter`` that has :class:`DataWrites`.
 
-
-def watch_parameter_data(counter_of: Callable[[torch.Tensor, bool], torch.Tensor | None], undo: ExitStack) -> None:
-    """Count writes through ``param.data`` of any ``Parameter`` for which there is a counter.
-
-    ``param.data`` is another tensor at each access, with a version of its own, so the version of ``param`` does not
-    tell of writes through it. Here all these tensors share the version of one counter, as a tensor, its views and its
-    ``detach()`` do: every write through one of them moves it, also when the script has let go of that tensor. To assign
-    ``param.data`` counts as a write. Before either is done, ``counter_of(param, is_assigned)`` returns the counter, or
-    None.
+    Before ``param.data`` is read or assigned, ``writes_of(param, is_assigned)`` returns them, or None. To assign it is
+    a write.
 
     A property of ``torch.nn.Parameter``, and no subclass: torch compares ``type(p)`` with ``Parameter`` where it takes
     its fast paths, and ``Parameter(p)`` refuses a ``p`` of another class.
     """
 
     def get(param: torch.Tensor) -> torch.Tensor:
-        counter = counter_of(param, False)
-        if counter is not None and _can_share_version():
-            data = counter.detach()
+        writes = writes_of(param, False)
+        if writes is not None and _can_share_version():
+            data = writes.counter.detach()
             _DATA.__set__(data, param)
             return data
-        if counter is not None:
-            count_write(counter)
+        if writes is not None:
+            writes.add()  # there may be one, which would not be counted
         plain: torch.Tensor = _DATA.__get__(param)
         return plain
 
     def assign(param: torch.Tensor, data: torch.Tensor) -> None:
-        counter = counter_of(param, True)
+        writes = writes_of(param, True)
         _DATA.__set__(param, data)
-        if counter is not None:
-            count_write(counter)
+        if writes is not None:
+            writes.add()
 
     replace(torch.nn.Parameter, "data", property(get, assign), undo)
 

@@ -34,10 +34,9 @@ wrote are used unchanged. A step, a save or a copy aligns (:func:`align_written`
 forward and written back before that keeps every bit of its master.
 
 Which copy was written is a fact, and nothing here reads the device for it. Each copy has two numbers that writes move:
-the version of the tensor, and that of a counter for writes through its ``data``
-(:func:`ampcompat._torch.watch_parameter_data`). The half weight has its address too, which ``half.to(...)`` moves. A
-copy is written if one of them is not what it was when both copies were equal (:func:`half_written`,
-:func:`value_written`). To read ``data`` moves none.
+the version of the tensor, and a count of writes through its ``data`` (:class:`ampcompat._torch.DataWrites`). The half
+weight has its address too, which ``half.to(...)`` moves. A copy is written if one of these is not what it was when both
+copies were equal (:func:`half_written`, :func:`value_written`). To read ``data`` moves none of them.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ import torch
 from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
-from ampcompat.amp.half.merging import merge_, merged
 
 
 class Master:
@@ -74,10 +72,8 @@ class Master:
         half_version: Version of ``half`` at that time.
         value_version: Version of ``value`` then.
         address: Address of ``half`` then.
-        half_data_writes: Counts writes through ``half.data``; None until that is first asked for.
-        value_data_writes: Counts writes through ``value.data``.
-        half_data_version: Version of ``half_data_writes`` when both copies were equal.
-        value_data_version: Version of ``value_data_writes`` then.
+        half_data_writes: Writes through ``half.data`` since then; None until it is first asked for.
+        value_data_writes: Writes through ``value.data`` since then; None until it is first asked for.
 
     What tells whether a script has cleared a half gradient:
 
@@ -97,10 +93,8 @@ class Master:
         self.value = value
         self.slots: list[tuple[dict[str, Any], str]] = []
         self.grad_shown = False
-        self.half_data_writes: torch.Tensor | None = None
-        self.value_data_writes: torch.Tensor | None = None
-        self.half_data_version = 0
-        self.value_data_version = 0
+        self.half_data_writes: _torch.DataWrites | None = None
+        self.value_data_writes: _torch.DataWrites | None = None
         self.address = half.data_ptr()
         self.note_equal()
         self.register()
@@ -147,17 +141,17 @@ class Master:
             self.address = address
             self.half_data_writes = None  # what ``data`` was before is not the weight's memory any more
             state.masters.by_memory = None
-        self.note_data_writes()
+        self.forget_data_writes()
 
-    def note_data_writes(self) -> None:
-        """Note that what was written through ``data`` of either copy so far does not count as written."""
+    def forget_data_writes(self) -> None:
+        """Make what was written through ``data`` of either copy so far count no more."""
         if self.half_data_writes is not None:
-            self.half_data_version = self.half_data_writes._version
+            self.half_data_writes.forget()
         if self.value_data_writes is not None:
-            self.value_data_version = self.value_data_writes._version
+            self.value_data_writes.forget()
 
-    def data_writes_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what counts writes through the ``data`` of ``tensor``, one of both copies.
+    def data_writes_of(self, tensor: torch.Tensor) -> _torch.DataWrites:
+        """Return the writes through the ``data`` of ``tensor``, one of both copies.
 
         Where the other copy was written, ``tensor`` follows first: a script that asks for ``data`` finds what is in
         force, and what it then writes there is the later write.
@@ -166,19 +160,17 @@ class Master:
             if value_written([self]):
                 align_written([self])
             if self.half_data_writes is None:
-                self.half_data_writes = _torch.new_write_counter(tensor)
-                self.half_data_version = self.half_data_writes._version
+                self.half_data_writes = _torch.DataWrites(tensor)
             return self.half_data_writes
         if half_written([self]):
             align_written([self])
         if self.value_data_writes is None:
-            self.value_data_writes = _torch.new_write_counter(tensor)
-            self.value_data_version = self.value_data_writes._version
+            self.value_data_writes = _torch.DataWrites(tensor)
         return self.value_data_writes
 
-    def count_write(self, tensor: torch.Tensor) -> None:
+    def count_as_written(self, tensor: torch.Tensor) -> None:
         """Count ``tensor``, one of both copies, as written: it may be, where torch does not tell."""
-        _torch.count_write(self.data_writes_of(tensor))
+        self.data_writes_of(tensor).add()
 
     # -- what the module did to its tensor -----------------------------------------------------------------------------
     def follow_module(self) -> None:
@@ -211,7 +203,7 @@ class Master:
         )
         exact = self.half.detach()
         _recast(self.half, self.dtype)
-        self.value.copy_(merged(self.value, exact, self.dtype))
+        self.value.copy_(_merged(self.value, exact, self.dtype))
         self.push()
 
     def push(self) -> None:
@@ -278,8 +270,8 @@ def watch_torch() -> None:
     state.patch_once(_torch.watch_collectives, _count_collective)
 
 
-def _data_writes_of(param: torch.Tensor, is_assigned: bool) -> torch.Tensor | None:
-    """Return what counts writes through ``param.data``, read or assigned now; None where ``param`` has no master."""
+def _data_writes_of(param: torch.Tensor, is_assigned: bool) -> _torch.DataWrites | None:
+    """Return the writes through ``param.data``, read or assigned now; None where ``param`` has no master."""
     master = master_of(param)
     if master is None:
         return None
@@ -299,7 +291,7 @@ def _count_collective(tensor: torch.Tensor) -> None:
     for master in list(index.by_memory.get(memory, ())):
         for copy_of_weight in (master.half, master.value):
             if _torch.memory_of(copy_of_weight) == memory:
-                master.count_write(copy_of_weight)
+                master.count_as_written(copy_of_weight)
 
 
 def _index_by_memory(masters: Iterable[Master]) -> dict[int, weakref.WeakSet[Master]]:
@@ -322,7 +314,7 @@ def half_written(masters: Iterable[Master]) -> list[Master]:
         for m in masters
         if (half := m.half)._version != m.half_version
         or half.data_ptr() != m.address
-        or ((writes := m.half_data_writes) is not None and writes._version != m.half_data_version)
+        or ((writes := m.half_data_writes) is not None and writes.happened)
     ]
 
 
@@ -331,8 +323,7 @@ def value_written(masters: Iterable[Master]) -> list[Master]:
     return [
         m
         for m in masters
-        if m.value._version != m.value_version
-        or ((writes := m.value_data_writes) is not None and writes._version != m.value_data_version)
+        if m.value._version != m.value_version or ((writes := m.value_data_writes) is not None and writes.happened)
     ]
 
 
@@ -381,9 +372,29 @@ def _bring_up_to_date(written: Sequence[Master], *, pulls: bool) -> None:
 
 def pull_all(masters: Sequence[Master]) -> None:
     """Take what was written to half weights into their masters; elements that were not keep their low bits."""
-    merge_([master.value for master in masters], [master.half for master in masters])
+    _merge_([master.value for master in masters], [master.half for master in masters])
     for master in masters:
         master.note_equal()
+
+
+@_torch.without_grad
+def _merge_(values: Sequence[torch.Tensor], halves: Sequence[torch.Tensor]) -> None:
+    """Write :func:`_merged` of each of ``values`` and its half weight into it, in fused passes over chunks."""
+    for indices in _torch.in_chunks(halves):
+        destinations = [values[index].detach() for index in indices]
+        chosen = [halves[index].detach() for index in indices]
+        flat_values = torch.cat([value.reshape(-1) for value in destinations])
+        flat_halves = torch.cat([half.reshape(-1) for half in chosen])
+        parts = torch.split(_merged(flat_values, flat_halves, flat_halves.dtype), [half.numel() for half in chosen])
+        shaped = [part.view(value.shape) for part, value in zip(parts, destinations, strict=True)]
+        _torch.foreach_copy_(destinations, shaped)
+
+
+def _merged(value: torch.Tensor, half: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``value`` with the elements of ``half`` where it does not round to them in ``dtype``, bit for bit."""
+    wide = half.float()
+    rounded = value.to(dtype).float()
+    return torch.where(_torch.bits(rounded) == _torch.bits(wide), value, wide)
 
 
 @_torch.without_grad
@@ -408,7 +419,7 @@ def push_all(masters: Sequence[Master]) -> None:
     for master in masters:
         master.value_version = master.value._version
         if master.half_data_writes is not None or master.value_data_writes is not None:
-            master.note_data_writes()
+            master.forget_data_writes()
 
 
 def align_all(masters: Sequence[Master]) -> int:

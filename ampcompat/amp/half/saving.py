@@ -98,7 +98,7 @@ def _export(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, lo
             state_dict[prefix + name] = master.value
         else:
             if master.is_param:
-                master.count_write(master.value)  # nothing tells of ``state_dict()[name].data.copy_(...)``
+                master.count_as_written(master.value)  # nothing tells of ``state_dict()[name].data.copy_(...)``
             state_dict[prefix + name] = master.value.detach()
 
 
