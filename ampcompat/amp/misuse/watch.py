@@ -133,6 +133,7 @@ class Watch:
         self._taken_before: set[Master] = set()
         self._scaled_for_none = ScaledForNone()
         self._undo_hook = _torch.call_before_steps(self._scaled_for_none.look)
+        state.undo.callback(self._undo_hook)
 
     def _record_of(self, optimizer: Optimizer) -> _Record:
         return self._records.setdefault(optimizer, _Record())
