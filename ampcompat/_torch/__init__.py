@@ -127,7 +127,7 @@ from ampcompat._torch.parameters import (
     watch_parameter_data,
 )
 from ampcompat._torch.patch import Wrap, replace, replace_function, set_class, with_parameters_of, wrap_everywhere
-from ampcompat._torch.step_hooks import around_update, has_step_hooks
+from ampcompat._torch.step_hooks import around_update, call_before_steps, has_step_hooks
 from ampcompat._torch.version import (
     TORCH,
 )

@@ -66,7 +66,7 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
         ),
         *("optimizer", "checkpoint"),
     ),
-    "misuse": ("half_gradients", "watch"),
+    "misuse": ("half_gradients", "unknown_optimizers", "watch"),
 }
 #: Modules outside ``amp`` that every module of it may import.
 SHARED: Final = frozenset(("_state", "_torch", "_types", "_log"))

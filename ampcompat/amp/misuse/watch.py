@@ -15,6 +15,7 @@ from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import Master, half_written
 from ampcompat.amp.misuse.half_gradients import HalfGradients
+from ampcompat.amp.misuse.unknown_optimizers import Gradients, ScaledForNone
 from ampcompat.amp.scaling.gradients import OpenBlock
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
@@ -25,11 +26,22 @@ WATCHED = 16
 
 def watch_more(losses: int) -> None:
     """Watch the next blocks, for ``losses`` losses of a call of ``initialize``."""
-    watches = [observer for observer in state.observers if isinstance(observer, Watch)]
+    watches = _watches()
     if not watches:
         watches = [Watch()]
         state.observers += watches
+        state.undo_once(end_watch)
     watches[0].blocks_left += WATCHED * losses
+
+
+def end_watch() -> None:
+    """End the watch, if there is one, and take its hooks away."""
+    for watch in _watches():
+        watch.end()
+
+
+def _watches() -> list[Watch]:
+    return [observer for observer in state.observers if isinstance(observer, Watch)]
 
 
 class _Bystander(NamedTuple):
@@ -51,10 +63,12 @@ class _Expected(NamedTuple):
     Attributes:
         backward_calls: One True for each backward pass of the scaled loss; None where it needs no gradient.
         bystanders: A gradient of each other optimizer that has yet to step.
+        held_by_none: Gradients of tensors that no optimizer under amp holds.
     """
 
     backward_calls: list[bool] | None
     bystanders: list[_Bystander]
+    held_by_none: Gradients
 
 
 @dataclass(eq=False)
@@ -116,6 +130,9 @@ class Watch:
         self.blocks_left = 0
         self._records: weakref.WeakKeyDictionary[Optimizer, _Record] = weakref.WeakKeyDictionary()
         self._expected: dict[OpenBlock, _Expected] = {}
+        self._scaled_for_none = ScaledForNone()
+        self._undo_hook = _torch.call_before_steps(self._scaled_for_none.look)
+        state.undo.callback(self._undo_hook)
 
     def _record_of(self, optimizer: Optimizer) -> _Record:
         return self._records.setdefault(optimizer, _Record())
@@ -138,7 +155,8 @@ class Watch:
         if scaled.requires_grad:
             scaled.register_hook(lambda _grad: calls.append(True))  # type: ignore[no-untyped-call]
         bystanders = [] if block.scaler.is_one else self._find_bystanders(block)
-        self._expected[block] = _Expected(calls if scaled.requires_grad else None, bystanders)
+        held_by_none = self._scaled_for_none.before()
+        self._expected[block] = _Expected(calls if scaled.requires_grad else None, bystanders, held_by_none)
 
     def _find_bystanders(self, block: OpenBlock) -> list[_Bystander]:
         """One gradient of each other optimizer that has yet to step with it."""
@@ -155,14 +173,16 @@ class Watch:
 
     def on_block_end(self, block: OpenBlock) -> None:
         """Note whose gradients ``block`` has given, and look at them if it has unscaled them."""
-        expected = self._expected.pop(block, _Expected(None, []))
-        self._look_at_bystanders(expected)
+        expected = self._expected.pop(block, None)
+        if expected is not None:
+            self._look_at_bystanders(expected)
+            self._scaled_for_none.after(block, expected.held_by_none)
         self._count_down()
         if block.has_new_grads is None:  # gradients are left to torch
             for optimizer in block.optimizers:
                 self._note_gradients(optimizer)
             return
-        if block.has_new_grads and expected.backward_calls == []:
+        if block.has_new_grads and expected is not None and expected.backward_calls == []:
             warn_of("unscaled loss in a block")
         for record in self._records.values():
             record.half_gradients.forget(block.leaves.masters)  # of others that share them
@@ -200,9 +220,14 @@ class Watch:
         """Count one block less to watch; after the last, end the watch."""
         self.blocks_left -= 1
         if self.blocks_left <= 0:
-            state.observers[:] = [other for other in state.observers if other is not self]
-            for record in self._records.values():
-                record.end_hook()
+            self.end()
+
+    def end(self) -> None:
+        """Take itself and its hooks away."""
+        state.observers[:] = [other for other in state.observers if other is not self]
+        self._undo_hook()
+        for record in self._records.values():
+            record.end_hook()
 
     def on_master_params(self, optimizer: Optimizer) -> None:
         """Note that a script may write gradients of its own to the masters of ``optimizer``."""

@@ -28,6 +28,10 @@ _MISTAKES = {
     " has added to (a generator's loss reaches the discriminator) - what it has added is still multiplied by the loss"
     " scale - step before that block, give the block both optimizers: `with amp.scale_loss(loss, [optimizer_a,"
     " optimizer_b])`, or freeze what the loss is not to train: requires_grad_(False).",
+    "unknown optimizer": "{name}.step() with gradients that a scale_loss block has left multiplied by the loss scale -"
+    " this optimizer was not given to amp.initialize, and a block unscales the gradients of its own optimizers - give"
+    " it to amp.initialize with the others, and to the block: `with amp.scale_loss(loss, [optimizer_a, optimizer_b])`;"
+    " or call its zero_grad() before the backward pass of its own loss.",
     "unreduced gradients read": "amp.master_params while gradients of no_sync() wait for the other processes - they are"
     " those of this process alone, so that a clip or a norm is wrong - clip after the block that averages them.",
     "plain gradients dropped": "A scale_loss block with half weights that have gradients already, which no block of"
@@ -48,6 +52,6 @@ _MISTAKES = {
 }
 
 
-def warn_of(mistake: str) -> None:
-    """Warn of ``mistake``, one of the above, the first time."""
-    warn_once(mistake, _MISTAKES[mistake])
+def warn_of(mistake: str, **parts: str) -> None:
+    """Warn of ``mistake``, one of the above, the first time; ``parts`` are what its text leaves open."""
+    warn_once(mistake, _MISTAKES[mistake].format(**parts))

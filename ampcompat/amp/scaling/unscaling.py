@@ -10,8 +10,8 @@ it ends (:func:`unscale_new`)         2048, until it is cleared                 
 second block begins                   None                                        2
 after ``backward``                    3072                                        2
 it ends                               3072: this pass alone                       5
-or it gave this weight no gradient    None                                        2
-or its body raised                    None                                        2
+or it gave this weight no gradient    2                                           2
+or its body raised                    2                                           2
 ``step``, made or skipped             as it is, until it is cleared               None
 ====================================  ==========================================  =====================================
 

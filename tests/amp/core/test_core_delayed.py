@@ -167,9 +167,7 @@ def test_gradients_of_a_delayed_block_cannot_be_declared_unscaled(level):
     stash = optimizer._amp_stash
     backward(model, optimizer, 1, delay_unscale=True)
     for _ in range(2):
-        with pytest.raises(
-            RuntimeError, match=r"= False after a .* unscaled the gradients already \(D55\)"
-        ):
+        with pytest.raises(RuntimeError, match=r"= False after a .* unscaled the gradients already \(D55\)"):
             stash.params_have_scaled_gradients = False
         amp.master_params(optimizer)  # does not make it right
     optimizer.zero_grad()

@@ -254,3 +254,70 @@ def test_a_later_param_keeps_a_gradient_of_no_block():
     grad = model.bn.weight.grad
     optimizer.add_param_group({"params": [model.bn.weight]})
     assert model.bn.weight.grad is grad
+
+
+class Branches(torch.nn.Module):
+    """Two layers, each left out of some passes (stochastic depth, a discriminator's head)."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+        for param in self.parameters():
+            torch.nn.init.constant_(param, 0.5)
+
+    def forward(self, x, uses_b):
+        return self.a(x) + self.b(x) if uses_b else self.a(x)
+
+
+def weights_of_b(level, clear, passes):
+    """The float32 weights of ``b`` after each of six steps. All numbers are exact in half."""
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=None if level == "O0" else 8.0)
+    seen = []
+    for step in range(6):
+        clear(model, optimizer)
+        for uses_b in passes(step):
+            with amp.scale_loss(model(torch.ones(2, 4), uses_b).float().sum(), optimizer) as scaled:
+                scaled.backward()
+        optimizer.step()
+        seen.append(list(amp.master_params(optimizer))[2].detach().clone())
+    return seen
+
+
+CLEARS = {
+    "to zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "to zero, by the model": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "to None": lambda model, optimizer: optimizer.zero_grad(),
+}
+PASSES = {
+    "once": lambda step: [step == 0],
+    "every third step": lambda step: [step % 3 == 0],
+    "in the first of two passes": lambda step: [step % 2 == 0, False],
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("passes", PASSES)
+@pytest.mark.parametrize("clear", CLEARS)
+def test_momentum_moves_a_layer_that_gets_no_gradient_as_in_float32(level, clear, passes):
+    """Gradients of zero, which ``zero_grad(set_to_none=False)`` leaves, are gradients."""
+    wanted = weights_of_b("O0", CLEARS[clear], PASSES[passes])
+    assert same(weights_of_b(level, CLEARS[clear], PASSES[passes]), wanted)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_gradient_that_a_script_clears_is_gone_where_the_last_pass_gave_none(level):
+    """SwAV and DINO set ``p.grad = None`` between a block and its step: older passes count too."""
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
+    for uses_b in (True, False):
+        with amp.scale_loss(model(torch.ones(2, 4), uses_b).float().sum(), optimizer) as scaled:
+            scaled.backward()
+    for param in model.b.parameters():
+        assert param.grad is not None
+        param.grad = None
+    optimizer.step()
+    assert model.b.weight.detach().eq(0.5).all()
+    assert model.a.weight.detach().ne(0.5).all()

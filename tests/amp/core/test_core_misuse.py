@@ -6,9 +6,11 @@ import pytest
 import torch
 from core_kit import backward, loss_of, start, train
 from internals import is_watched
+from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 
 from ampcompat import amp
 from ampcompat.amp.misuse import watch
+from ampcompat.parallel import LARC
 
 
 def warned(act):
@@ -438,6 +440,180 @@ def test_at_a_static_scale_a_second_step_with_the_same_gradients_is_plain_torchs
         warnings.simplefilter("error")
         optimizer.step()
         optimizer.step()
+
+
+# -- optimizers that amp does not know ---------------------------------------------------------------------------------
+class HalfKnown:
+    """A GAN whose discriminator's optimizer was not given to ``initialize``."""
+
+    def __init__(self, level, optimizer=torch.optim.SGD, **kwargs):
+        torch.manual_seed(0)
+        self.g, self.d = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+        self.for_g = torch.optim.SGD(self.g.parameters(), lr=0.1)
+        amp.initialize([self.g, self.d], self.for_g, opt_level=level, verbosity=0, **kwargs)
+        self.for_d = optimizer(self.d.parameters(), lr=0.1)
+        self.x = torch.randn(8, 4)
+
+    def block(self):
+        with amp.scale_loss(self.d(self.g(self.x)).float().mean(), self.for_g) as scaled:
+            scaled.backward()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_an_optimizer_that_amp_does_not_know(level, optimizer):
+    """Its weights move 65,536 times too far, under apex too."""
+    gan = HalfKnown(level, optimizer, loss_scale="dynamic")
+
+    def train():
+        gan.block()
+        gan.for_d.step()
+
+    (message,) = warned(train)
+    assert message.startswith(
+        f"{optimizer.__name__}.step() with gradients that a scale_loss block has left multiplied by"
+    )
+    assert "give it to amp.initialize" in message
+    assert warned(train) == []
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_optimizer_that_amp_does_not_know_of_half_weights_that_another_has_masters_of(level):
+    model, optimizer = start(level, loss_scale=128.0)
+    second = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model, optimizer)
+    optimizer.step()
+    with pytest.warns(UserWarning, match=r"SGD.step\(\) with gradients that a scale_loss block has left multiplied"):
+        second.step()
+
+
+def test_the_warning_of_an_unknown_optimizer_points_at_the_script():
+    gan = HalfKnown("O1")
+    gan.block()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        gan.for_d.step()
+    assert [w.filename for w in found] == [__file__]
+
+
+def clears_first(gan):
+    gan.for_d.zero_grad()
+    gan.d(gan.x).float().mean().backward()
+
+
+def zeroes_first(gan):
+    gan.for_d.zero_grad(set_to_none=False)
+    gan.d(gan.x).float().mean().backward()
+
+
+def unscales_by_hand(gan):
+    for param in gan.d.parameters():
+        param.grad.data.div_(amp.state_dict()["loss_scaler0"]["loss_scale"])
+
+
+def is_given_to_amp(gan):
+    gan.for_d.zero_grad()
+    amp.initialize(gan.d, gan.for_d, opt_level="O1", verbosity=0)
+    with amp.scale_loss(gan.d(gan.x).float().mean(), gan.for_d) as scaled:
+        scaled.backward()
+
+
+def takes_it_out_of_amp(gan):
+    gan.for_d.zero_grad()
+    amp.initialize(gan.d, gan.for_d, enabled=False)
+    gan.d(gan.x).mean().backward()
+
+
+@pytest.mark.parametrize(
+    "before_step", [clears_first, zeroes_first, unscales_by_hand, is_given_to_amp, takes_it_out_of_amp]
+)
+def test_an_optimizer_that_amp_does_not_know_with_gradients_of_its_own(before_step):
+    gan = HalfKnown("O1")
+
+    def train():
+        for _ in range(2):
+            gan.block()
+            before_step(gan)
+            gan.for_d.step()
+
+    assert warned(train) == []
+
+
+def test_an_optimizer_of_a_model_that_amp_does_not_have():
+    model, optimizer = start("O1")
+    other = torch.nn.Linear(6, 6)
+    plain = torch.optim.SGD(other.parameters(), lr=0.1)
+    x = torch.ones(4, 6)
+
+    def train():
+        with amp.scale_loss(model(other(x)).float().mean(), optimizer) as scaled:
+            scaled.backward()
+        plain.step()
+        optimizer.step()
+
+    assert warned(train) == []
+
+
+@pytest.mark.parametrize(("level", "kwargs"), [("O0", {}), ("O4", {}), ("O1", {"loss_scale": 1.0})])
+def test_where_the_scale_is_one_no_unknown_optimizer_is_warned_of(level, kwargs):
+    gan = HalfKnown(level, **kwargs)
+
+    def train():
+        gan.block()
+        gan.for_d.step()
+
+    assert warned(train) == []
+
+
+def test_a_dynamic_scale_that_has_come_down_to_one():
+    gan = HalfKnown("O1")
+    amp._amp_state.loss_scalers[0]._loss_scale = 1.0
+
+    def train():
+        gan.block()
+        gan.for_d.step()
+
+    assert warned(train) == []
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_optimizer_inside_one_that_amp_knows(level):
+    def make(model):
+        return LARC(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    model, optimizer = start(level, make)
+    assert warned(lambda: train(model, optimizer)) == []
+
+
+class Around(torch.optim.Optimizer):
+    """Holds the weights of its own, and steps by another optimizer: as slow weights do."""
+
+    def __init__(self, model, inner):
+        super().__init__(model.parameters(), {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_optimizer_around_one_that_amp_knows(level):
+    model, optimizer = start(level, loss_scale=128.0)
+    outer = Around(model, optimizer)
+
+    def train():
+        backward(model, optimizer)
+        outer.step()
+
+    assert warned(train) == []
+
+
+def test_the_hook_of_steps_goes_with_the_watch():
+    before = len(hooks)
+    model, optimizer = start("O1")
+    assert len(hooks) == before + 1
+    train(model, optimizer, watch.WATCHED)
+    assert len(hooks) == before
 
 
 # -- what is watched ---------------------------------------------------------------------------------------------------
