@@ -29,6 +29,7 @@ RAISE = [
     "s.new_full((2, 2), -1e10)",
     "F.pad(s, (1, 1), value=-1e10)",
     "F.pad(s, (1, 1), 'constant', -1e10)",
+    "torch.nn.utils.rnn.pad_sequence([s, s[:1]], padding_value=-1e10)",
     "s.clamp(min=-1e10)",
     "torch.clamp(s, 0, 1e10)",
     "s.clamp_(max=1e10)",

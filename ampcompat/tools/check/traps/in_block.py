@@ -83,8 +83,11 @@ def _steps(source: Source, call: ast.Call, optimizers: frozenset[str], most_call
 @once
 def _steps_in(source: Source, function: Function, optimizers: frozenset[str], most_calls: int) -> list[ast.Call]:
     """The steps of some optimizers that a function makes."""
-    calls = [node for node in source.within(function) if isinstance(node, ast.Call)] if optimizers else []
-    return [step for call in calls for step in _steps(source, call, optimizers, most_calls)]
+    steps: dict[ast.Call, None] = {}
+    for node in source.within(function):
+        if isinstance(node, ast.Call) and optimizers:
+            steps.update(dict.fromkeys(_steps(source, node, optimizers, most_calls)))
+    return list(steps)
 
 
 def _named_in(function: Function, call: ast.Call, optimizers: frozenset[str]) -> frozenset[str]:
