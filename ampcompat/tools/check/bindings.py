@@ -131,11 +131,10 @@ class Bindings:
 @functools.cache
 def _public_names(module: str | None) -> tuple[str, ...]:
     """What a star imports from a module of apex. Its modules are not meant: scripts have an ``opt`` of their own."""
-    names = names_in(module) if module in MODULES else ()
-    is_package_itself = module == "apex"
-    return tuple(
-        sorted(n for n in names if not n.startswith("_") and (is_package_itself or f"{module}.{n}" not in MODULES))
-    )
+    names = names_in(module) if module in MODULES else set()
+    if module != "apex":
+        names = {name for name in names if f"{module}.{name}" not in MODULES}
+    return tuple(sorted(name for name in names if not name.startswith("_")))
 
 
 def _pairs(targets: list[ast.expr], value: ast.expr) -> list[tuple[str, ast.expr]]:
