@@ -13,7 +13,15 @@ from ampcompat.tools.check.findings import ERROR, WARNING
 from ampcompat.tools.check.mistakes import Grade, Mistake
 from ampcompat.tools.check.settings import Setting
 from ampcompat.tools.check.source import Source, argument, called, number
-from ampcompat.tools.check.traps.half import has, is_float32_under_casts, is_product, may_be_half, names_half, words
+from ampcompat.tools.check.traps.half import (
+    has,
+    is_float32_under_casts,
+    is_product,
+    is_without_casts,
+    may_be_half,
+    names_half,
+    words,
+)
 from ampcompat.tools.check.values import values_of
 
 LARGEST_HALF = 65504.0
@@ -90,10 +98,10 @@ def _note(source: Source, fill: Fill) -> str:
 
 
 def _grade(source: Source, fill: Fill) -> Grade:
+    if is_without_casts(source, fill.node) or is_float32_under_casts(source, fill.tensor):
+        return _where_weights_are_float16
     if fill.is_refused and is_product(source, fill.tensor):
         return _where_products_are_float16
-    if is_float32_under_casts(source, fill.tensor):
-        return _where_weights_are_float16
     return _where_float16_is
 
 
