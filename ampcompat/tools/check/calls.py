@@ -9,10 +9,10 @@ from typing import TypeAlias
 from ampcompat.tools.check.bindings import dotted
 from ampcompat.tools.check.source import Source, once
 
-Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+Definition: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def function_of(source: Source, call: ast.Call) -> Function | None:
+def function_of(source: Source, call: ast.Call) -> Definition | None:
     """The function of the same file that a call runs: ``clip(...)``, or ``self.clip()`` of the class around it."""
     if isinstance(call.func, ast.Name):
         return _functions(source).get((source.tree, call.func.id))
@@ -39,7 +39,7 @@ def calls_by_function(source: Source) -> dict[ast.AST, list[ast.Call]]:
 
 
 @once
-def _functions(source: Source) -> dict[tuple[ast.AST, str], Function]:
+def _functions(source: Source) -> dict[tuple[ast.AST, str], Definition]:
     """The functions of a module and of its classes, by what they are defined in and by name."""
-    kinds: Iterator[Function] = source.kind(ast.FunctionDef, ast.AsyncFunctionDef)
+    kinds: Iterator[Definition] = source.kind(ast.FunctionDef, ast.AsyncFunctionDef)
     return {(source.parents[function], function.name): function for function in kinds}

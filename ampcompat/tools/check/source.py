@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from ampcompat._extensions import EXTENSIONS
-from ampcompat.tools.check.bindings import NATIVE, Bindings, dotted, parameters
+from ampcompat.tools.check.bindings import NATIVE, Bindings, Function, dotted, parameters
 from ampcompat.tools.check.findings import Finding
 from ampcompat.tools.check.symbols import ON_OPTIMIZERS
 
@@ -192,7 +192,7 @@ class Source:
         return node
 
     def apex(self, node: ast.AST) -> str | None:
-        """The apex symbol that an expression names, or None; parameters shadow imports."""
+        """The apex symbol that an expression names, or None; parameters shadow imports, unless they are given them."""
         root = node
         while isinstance(root, ast.Attribute):
             root = root.value
@@ -200,18 +200,34 @@ class Source:
             return None
         name = dotted(node)
         bound = self.bindings.bound(name)
-        if bound is None or ("." not in bound and self.is_parameter(bound, node)):
+        if bound is None:
+            return None
+        function = None if "." in bound else self._function_with(bound, node)
+        if function is not None and self._is_shadowed(bound, function):
             return None
         return self.bindings.resolve(name)
 
     def is_parameter(self, name: str, node: ast.AST) -> bool:
         """Whether ``name`` means a parameter of a function around ``node``."""
+        return self._function_with(name, node) is not None
+
+    def _function_with(self, name: str, node: ast.AST) -> Function | None:
+        """The innermost function around ``node`` with a parameter ``name``."""
         scope = self.scope(node)
         while isinstance(scope, SCOPES):
             if name in parameters(scope):
-                return True
+                return scope
             scope = self.scope(scope)
-        return False
+        return None
+
+    @once
+    def _is_shadowed(self, name: str, function: Function) -> bool:
+        """Whether a parameter means something else than the import of that name, which no call passes for it."""
+        for call in self.calls_named(getattr(function, "name", "")):
+            given = (*call.args, *(keyword.value for keyword in call.keywords))
+            if any(dotted(value) == name and not self.is_parameter(name, value) for value in given):
+                return False
+        return True
 
     def calls_to(self, *symbols: str) -> list[ast.Call]:
         """Calls of apex symbols, e.g. ``calls_to("apex.amp.initialize")``."""

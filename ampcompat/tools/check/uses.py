@@ -84,14 +84,15 @@ def _names_behind_try(source: Source) -> set[str]:
     others: set[str] = set()
     for node in source.kind(ast.ImportFrom):
         for alias, name in zip(node.names, _imported(node), strict=False):
-            fails = _fails_on_import(name) and verdict(name).verdict == UNSUPPORTED and _guarded(source, node)
-            (guarded if fails else others).add(alias.asname or alias.name)
+            symbol = apex_name(name)
+            is_given_by_handler = symbol is not None and _fails_on_import(symbol) and _guarded(source, node)
+            (guarded if is_given_by_handler else others).add(alias.asname or alias.name)
     return guarded - others
 
 
-def _fails_on_import(name: str) -> bool:
-    """Whether importing an unsupported name raises ImportError; packages right below apex are there, and empty."""
-    return name.count(".") > 1
+def _fails_on_import(symbol: str) -> bool:
+    """Whether importing a symbol raises ImportError; packages right below apex can be imported, and are empty."""
+    return verdict(symbol).verdict == UNSUPPORTED and symbol.count(".") > 1
 
 
 def _guarded(source: Source, node: ast.AST) -> bool:

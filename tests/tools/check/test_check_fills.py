@@ -29,6 +29,7 @@ RAISE = [
     "s.new_full((2, 2), -1e10)",
     "F.pad(s, (1, 1), value=-1e10)",
     "F.pad(s, (1, 1), 'constant', -1e10)",
+    "torch.nn.utils.rnn.pad_sequence([s, s[:1]], padding_value=-1e10)",
     "s.clamp(min=-1e10)",
     "torch.clamp(s, 0, 1e10)",
     "s.clamp_(max=1e10)",
@@ -147,6 +148,14 @@ def test_what_meets_no_half(code):
 
 
 @pytest.mark.parametrize(("level", "found"), [("O1", set()), ("O2", {"overflowing_fill"})])
-def test_what_o1_runs_in_float32(level, found):
-    code = f"{HEAD}{INITIALIZE.replace('O1', level)}y = F.softmax(s, -1).clamp(max=1e10)\n"
+@pytest.mark.parametrize(
+    "use",
+    [
+        "y = F.softmax(s, -1).clamp(max=1e10)\n",
+        "with amp.disable_casts():\n    y = torch.matmul(s, w).clamp(max=1e10)\n",
+        "with torch.autocast('cuda', enabled=False):\n    y = torch.matmul(s, w).clamp(max=1e10)\n",
+    ],
+)
+def test_what_o1_runs_in_float32(use, level, found):
+    code = f"{HEAD}{INITIALIZE.replace('O1', level)}{use}"
     assert {f.name for f in scan_source(code) if f.kind != "symbol"} == found

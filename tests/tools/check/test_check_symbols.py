@@ -125,6 +125,18 @@ def test_a_parameter_shadows_the_import():
     assert "apex.amp.nonsense" in symbols("from apex import amp\ndef f(x):\n    amp.nonsense()")
 
 
+@pytest.mark.parametrize("call", ["train(model, amp)", "train(model, amp=amp)", "main.train(model, amp)"])
+def test_a_parameter_that_is_given_the_module(call):
+    code = (
+        "def main():\n    from apex import amp\n    amp.initialize(model, opt, opt_level='O2')\n"
+        f"    {call}\n"
+        "def train(model, amp):\n    with amp.scale_loss(loss, opt) as scaled:\n        scaled.backward()\n"
+        "    clip_grad_norm_(model.module.parameters(), 1)\n"
+    )
+    assert symbols(code)["apex.amp.scale_loss"] == "works"
+    assert "clip_of_model_params" in {f.name for f in scan_source(code)}
+
+
 def test_a_name_imported_from_apex_or_torch():
     """An attribute of it is reported only if apex has it."""
     code = "try:\n    from apex import amp\nexcept ImportError:\n    from torch.cuda import amp\namp.autocast()\n"

@@ -175,6 +175,10 @@ TRUE = {
         trained('"O1"', "", "opt.step()\n").replace("(loss, opt)", "(loss, [opt])"),
     ),
     "no block at O2": ("unscaled_backward", unscaled('"O2"')),
+    "a second loss without a block at O2": (
+        "unscaled_backward",
+        trained('"O2"', "noisy_loss = model(x + 1)\nnoisy_loss.backward()\n"),
+    ),
     "no block at O1": ("unscaled_backward", unscaled('"O1"')),
     "clip in the block, by a function": (
         "clip_of_scaled_gradients",
@@ -323,6 +327,7 @@ TRUE = {
 
 #: What is a warning, because the snippet does not prove it.
 WARNED = (
+    "a second loss without a block at O2",
     "gradients divided by a function that is called after the block",
     "no block at O1",
     "gradients divided at the level of an option",
@@ -337,6 +342,10 @@ WARNED = (
 
 #: Right as they are.
 FALSE = {
+    "a second loss without a block at O1": trained('"O1"', "noisy_loss = model(x + 1)\nnoisy_loss.backward()\n"),
+    "a second loss with a block": trained(
+        '"O2"', "noisy_loss = model(x + 1)\n" + BLOCK.replace("loss", "noisy_loss").replace("scale_noisy_", "scale_")
+    ),
     "step after the block by a function": defined_above_the_loop(
         trained('"O2"', "update(loss, opt)\n").replace("    opt.step()\n", ""), UPDATE
     ),

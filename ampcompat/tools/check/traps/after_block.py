@@ -9,12 +9,10 @@ from ampcompat.tools.check.assigned import certain_value
 from ampcompat.tools.check.bindings import dotted
 from ampcompat.tools.check.branches import asks_for_level, contradict
 from ampcompat.tools.check.calls import calls_by_function
-from ampcompat.tools.check.findings import WARNING
 from ampcompat.tools.check.mistakes import Grade, Mistake
-from ampcompat.tools.check.settings import Setting
 from ampcompat.tools.check.source import Source, called
 from ampcompat.tools.check.traps.blocks import CLIPS, block_above, blocks_by_function, follows_a_block, yielded
-from ampcompat.tools.check.traps.grades import with_masters, with_masters_or_scale
+from ampcompat.tools.check.traps.grades import perhaps_with_masters, with_masters, with_masters_or_scale
 from ampcompat.tools.check.traps.models import is_initialized_by_class
 
 #: What makes a list of its last argument, or leaves out some of it.
@@ -90,7 +88,7 @@ def _grade_of_change(source: Source, node: ast.expr | ast.stmt, model: str) -> G
         return with_masters
     is_given = source.is_parameter(model.partition(".")[0], node)
     is_called_after = any(follows_a_block(source, call) for call in calls_by_function(source).get(scope, []))
-    return _perhaps_with_masters if is_given and is_called_after else None
+    return perhaps_with_masters if is_given and is_called_after else None
 
 
 def _does_so_with_masters(source: Source, node: ast.expr | ast.stmt) -> bool:
@@ -101,11 +99,6 @@ def _does_so_with_masters(source: Source, node: ast.expr | ast.stmt) -> bool:
         if source.scope(call) is source.scope(node) and (isinstance(node, ast.Call) or not is_for_clip):
             return True
     return False
-
-
-def _perhaps_with_masters(setting: Setting) -> str | None:
-    """A warning where the optimizer steps masters, if a function is given the model that they belong to."""
-    return WARNING if with_masters(setting) else None
 
 
 def _edited(node: ast.AST) -> str:

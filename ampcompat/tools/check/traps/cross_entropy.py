@@ -9,7 +9,7 @@ from ampcompat.tools.check.findings import ERROR, WARNING
 from ampcompat.tools.check.mistakes import Grade, Mistake
 from ampcompat.tools.check.settings import Setting
 from ampcompat.tools.check.source import Source, called
-from ampcompat.tools.check.traps.half import may_be_half
+from ampcompat.tools.check.traps.half import is_without_casts, may_be_half
 
 
 def banned_cross_entropy(source: Source) -> Iterator[Mistake]:
@@ -32,7 +32,7 @@ def banned_cross_entropy(source: Source) -> Iterator[Mistake]:
             grade = ERROR if _half_sigmoid(call.args[0]) else WARNING
         else:
             continue
-        if not _casts_off(source, call):
+        if not is_without_casts(source, call):
             yield Mistake(call, note, _where_it_is_banned(grade))
 
 
@@ -48,13 +48,3 @@ def _where_it_is_banned(grade: str) -> Grade:
 def _half_sigmoid(node: ast.AST) -> bool:
     """``torch.sigmoid(f(x))`` and ``f(x).sigmoid()``: nothing between the sigmoid and the loss."""
     return isinstance(node, ast.Call) and called(node) == "sigmoid"
-
-
-def _casts_off(source: Source, node: ast.AST) -> bool:
-    for parent in source.ancestors(node):
-        if isinstance(parent, ast.With) and any(
-            isinstance(i.context_expr, ast.Call) and called(i.context_expr) in ("disable_casts", "autocast")
-            for i in parent.items
-        ):
-            return True
-    return False

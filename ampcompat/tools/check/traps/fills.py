@@ -13,7 +13,15 @@ from ampcompat.tools.check.findings import ERROR, WARNING
 from ampcompat.tools.check.mistakes import Grade, Mistake
 from ampcompat.tools.check.settings import Setting
 from ampcompat.tools.check.source import Source, argument, called, number
-from ampcompat.tools.check.traps.half import has, is_float32_under_casts, is_product, may_be_half, names_half, words
+from ampcompat.tools.check.traps.half import (
+    has,
+    is_float32_under_casts,
+    is_product,
+    is_without_casts,
+    may_be_half,
+    names_half,
+    words,
+)
 from ampcompat.tools.check.values import values_of
 
 LARGEST_HALF = 65504.0
@@ -31,6 +39,7 @@ REFUSED: Mapping[str, Mapping[str, int]] = {
     "full_like": {"fill_value": 1},
     "new_full": {"fill_value": 2},
     "pad": {"value": 3},
+    "pad_sequence": {"padding_value": 2},
     "clamp": {"min": 1, "max": 2},
     "clamp_min": {"min": 1},
     "clamp_max": {"max": 1},
@@ -89,10 +98,10 @@ def _note(source: Source, fill: Fill) -> str:
 
 
 def _grade(source: Source, fill: Fill) -> Grade:
+    if is_without_casts(source, fill.node) or is_float32_under_casts(source, fill.tensor):
+        return _where_weights_are_float16
     if fill.is_refused and is_product(source, fill.tensor):
         return _where_products_are_float16
-    if is_float32_under_casts(source, fill.tensor):
-        return _where_weights_are_float16
     return _where_float16_is
 
 
@@ -128,13 +137,13 @@ def _number(source: Source, node: ast.expr) -> float | None:
 
 
 def _float32_limit(node: ast.expr) -> float | None:
-    """The largest float of ``torch.finfo(torch.float32).max``, and less than nothing of ``.min``."""
-    if not isinstance(node, ast.Attribute) or node.attr not in ("min", "max") or not isinstance(node.value, ast.Call):
+    """What ``torch.finfo(torch.float32).min`` or ``.max`` is; None for anything else."""
+    limits = {"min": -LARGEST_FLOAT, "max": LARGEST_FLOAT}
+    if not isinstance(node, ast.Attribute) or node.attr not in limits or not isinstance(node.value, ast.Call):
         return None
-    is_float32 = called(node.value) == "finfo" and bool(node.value.args) and words(node.value.args[0]) in FLOAT32
-    if not is_float32:
-        return None
-    return -LARGEST_FLOAT if node.attr == "min" else LARGEST_FLOAT
+    call = node.value
+    is_of_float32 = called(call) == "finfo" and bool(call.args) and words(call.args[0]) in FLOAT32
+    return limits[node.attr] if is_of_float32 else None
 
 
 # -- where fill values stand -------------------------------------------------------------------------------------------

@@ -76,6 +76,15 @@ def is_product(source: Source, node: ast.expr | None) -> bool:
     return False
 
 
+def is_without_casts(source: Source, node: ast.AST) -> bool:
+    """Whether ``node`` stands in a block that switches casts off."""
+    for block in source.ancestors(node):
+        entries = [item.context_expr for item in block.items] if isinstance(block, ast.With) else []
+        if any(isinstance(entry, ast.Call) and called(entry) in ("disable_casts", "autocast") for entry in entries):
+            return True
+    return False
+
+
 def _is_made_wide(source: Source, name: ast.Name) -> bool:
     """Whether the last assignment above makes a name float32, in every case: ``scores = scores.float()``."""
     value = certain_value(source, name)

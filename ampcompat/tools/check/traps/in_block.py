@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ampcompat.tools.check.bindings import dotted, parameters
 from ampcompat.tools.check.branches import contradict
-from ampcompat.tools.check.calls import Function, calls_by_function, function_of
+from ampcompat.tools.check.calls import Definition, calls_by_function, function_of
 from ampcompat.tools.check.mistakes import Mistake
 from ampcompat.tools.check.source import Source, argument, called, once
 from ampcompat.tools.check.traps.blocks import CLIPS, With, blocks_by_function
@@ -81,13 +81,16 @@ def _steps(source: Source, call: ast.Call, optimizers: frozenset[str], most_call
 
 
 @once
-def _steps_in(source: Source, function: Function, optimizers: frozenset[str], most_calls: int) -> list[ast.Call]:
+def _steps_in(source: Source, function: Definition, optimizers: frozenset[str], most_calls: int) -> list[ast.Call]:
     """The steps of some optimizers that a function makes."""
-    calls = [node for node in source.within(function) if isinstance(node, ast.Call)] if optimizers else []
-    return [step for call in calls for step in _steps(source, call, optimizers, most_calls)]
+    steps: dict[ast.Call, None] = {}
+    for node in source.within(function):
+        if isinstance(node, ast.Call) and optimizers:
+            steps.update(dict.fromkeys(_steps(source, node, optimizers, most_calls)))
+    return list(steps)
 
 
-def _named_in(function: Function, call: ast.Call, optimizers: frozenset[str]) -> frozenset[str]:
+def _named_in(function: Definition, call: ast.Call, optimizers: frozenset[str]) -> frozenset[str]:
     """The names that a function has for what its caller calls ``optimizers``: its parameters, and attributes."""
     names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
     if isinstance(call.func, ast.Attribute):  # `self`
