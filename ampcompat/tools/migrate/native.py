@@ -20,7 +20,7 @@ from ampcompat.tools.check.libraries import uses_of_apex
 from ampcompat.tools.check.source import Source
 from ampcompat.tools.check.symbols import MODULES, ON_OPTIMIZERS, canonical, verdict
 from ampcompat.tools.migrate.edits import Edits
-from ampcompat.tools.migrate.mentions import INSTALLED, is_apex, listed, mentions, note_install_advice, probes
+from ampcompat.tools.migrate.mentions import INSTALLED, is_apex, listed, mentions, probes
 from ampcompat.tools.migrate.methods import look_at_methods
 from ampcompat.tools.migrate.parts import NAME
 from ampcompat.tools.migrate.provided import attributes, has, takes
@@ -112,7 +112,6 @@ class _Rewriting:
             self._import(plain)
         for statement in self.source.kind(ast.ImportFrom):
             self._import_from(statement)
-        note_install_advice(self.edits, "nothing needs that any more")
         look_at_methods(self.edits)
         self._libraries()
         code = self.edits.apply()

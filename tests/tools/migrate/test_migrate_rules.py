@@ -57,15 +57,6 @@ def test_marks_are_put_once(code):
     assert migrate_source(once.code).code == once.code
 
 
-def test_a_text_that_says_install_apex_gets_a_note():
-    result = migrate_source(
-        "try:\n    from apex import amp\nexcept ImportError:\n    raise ImportError('Please install apex')\n"
-    )
-    assert result.todos == []
-    assert len(result.notes) == 1
-    assert result.notes[0] == "line 4: 'Please install apex' tells users to install apex; this needs ampcompat now"
-
-
 @pytest.mark.parametrize("start", ["", "from apex import amp\n"])
 def test_a_library_that_imports_apex_itself_gets_a_note(start):
     code = start + "from timm.utils import *\nloss_scaler = ApexScaler()\n"
