@@ -99,14 +99,19 @@ def main(args: argparse.Namespace) -> int:
             emit("no other level runs: there is nothing to compare it with", error=True)
         results = judge(runs, Tolerance(args.rtol, args.atol), () if args.opt_level else ("O3",))
         if must_repeat(results):
-            emit(f"{levels[0].name} again, for one step: the script may not be repeatable", error=True)
-            folder = Path(temporary, "again")
-            folder.mkdir()
-            repeated = _Runner(replace(options, steps=1), folder, keep_logs=False).run(levels[0])
-            results = judge_again(results, repeated)
-            if repeated.ending == "interrupted":
-                runs[-1].ending = "interrupted"
+            results = _judge_again(results, options, Path(temporary, "again"))
         return _report(results, args)
+
+
+def _judge_again(results: Sequence[Result], options: Options, folder: Path) -> list[Result]:
+    """Judge once more, after another run of the reference: the script may not be repeatable."""
+    level = results[0].run.level
+    emit(f"{level.name} again, for one step: is the script repeatable?", error=True)
+    folder.mkdir()
+    repeated = _Runner(replace(options, steps=1), folder, keep_logs=False).run(level)
+    if repeated.ending == "interrupted":
+        results[-1].run.ending = "interrupted"
+    return judge_again(results, repeated)
 
 
 def _report(results: Sequence[Result], args: argparse.Namespace) -> int:

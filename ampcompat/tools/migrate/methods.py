@@ -15,7 +15,7 @@ from ampcompat.tools.migrate.edits import Edits
 #: Methods that compute no output: those of ``torch.nn.Module``, and those that are named for parameters or states.
 HARMLESS = re.compile(
     r"forward|add_module|apply|bfloat16|buffers|children|cpu|cuda|double|eval|float|get_buffer|get_submodule|half|modules|"
-    r"named_\w+|register_\w+|requires_grad_|share_memory|to|train|type|zero_grad|(load|save)(_\w+)?|\w*(param|state)\w*"
+    r"named_\w+|(register|remove)_\w+|requires_grad_|share_memory|to|train|type|zero_grad|(load|save)(_\w+)?|\w*(param|state)\w*"
 )
 HALF = ("torch.half", "torch.float16", "torch.HalfTensor", "torch.cuda.HalfTensor")
 

@@ -14,7 +14,7 @@ from ampcompat.tools.check.libraries import uses_of_apex
 from ampcompat.tools.check.source import Source
 from ampcompat.tools.check.symbols import canonical, verdict
 from ampcompat.tools.migrate.edits import Edits
-from ampcompat.tools.migrate.mentions import is_apex, listed, mentions, note_install_advice, probes
+from ampcompat.tools.migrate.mentions import is_apex, listed, mentions, probes
 from ampcompat.tools.migrate.result import Result
 
 #: What to do where a library imports apex itself.
@@ -36,7 +36,6 @@ def rewrite_imports(source: Source) -> Result:
     for node, symbol in mentions(source):
         if verdict(symbol).verdict == UNSUPPORTED:
             edits.mark(node, f"{canonical(symbol)} is not provided: {verdict(symbol).note}")
-    note_install_advice(edits, "this needs ampcompat now")
     for use, name in uses_of_apex(source):
         if not isinstance(use, ast.alias):  # the import of a name says nothing that its use does not
             edits.notes.append(f"line {getattr(use, 'lineno', 0)}: {name}: {OF_LIBRARY}")

@@ -104,8 +104,10 @@ class Result:
 
     @property
     def is_off(self) -> bool:
-        """Whether a finite loss is out of tolerance."""
-        return not self.passed and self.deviation is not None and self.deviation.first_beyond is not None
+        """Whether its losses are finite, and one is out of tolerance."""
+        if self.passed or self.deviation is None or self.run.first_not_finite:
+            return False
+        return self.deviation.first_beyond is not None
 
     @property
     def failed(self) -> bool:

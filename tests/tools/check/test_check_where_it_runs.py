@@ -247,11 +247,3 @@ def test_github_annotations(tmp_path, capsys, monkeypatch):
     assert len(lines) == 2  # what works is left out
     assert lines[0].startswith("::error file=x.py,line=2,col=1,title=apex.RNN::")
     assert lines[1].startswith("::error file=x.py,line=3,col=47,title=misspelt_level::")
-
-
-@pytest.mark.parametrize("option", ["--json", "--select", "--ignore"])
-def test_an_option_that_is_gone_names_another_way(option, tmp_path, capsys):
-    with pytest.raises(SystemExit) as end:
-        run(capsys, tmp_path, option)
-    assert end.value.code == 2
-    assert f"{option} - there is no such option any more - " in capsys.readouterr().err

@@ -158,7 +158,12 @@ def test_a_reference_that_is_not_repeatable_judges_no_finite_loss():
     results = judge(runs, Tolerance(0.1))
     assert must_repeat(results)
     again = judge_again(results, run("O0", [1.5]))
-    assert [result.verdict for result in again] == ["reference", "not repeatable", "not repeatable", "within tolerance"]
+    assert [result.verdict for result in again] == [
+        "reference",
+        "not repeatable",
+        "loss nan at step 2",
+        "within tolerance",
+    ]
     assert [result.failed for result in again] == [False, True, True, False]
     for repeated in (run("O0", [1.0 + 1e-6]), run("O0", []), run("O0", [None])):
         assert judge_again(results, repeated) == results
