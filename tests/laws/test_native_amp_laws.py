@@ -188,14 +188,16 @@ def run(program):
     reference = Reference(config)
     expected = [reference.seen()]
     taken = []
-    delayed = set()
+    delayed = {}  # optimizers of delayed blocks, and the losses of these
     overflowed = set()  # optimizers that have gradients which are not finite of blocks of their own
     pending = set()  # those that will skip their next step
     for one in program["steps"]:
         seen = expected[-1]
         has_gradients = any(grad is not None for grad in gradients(seen).values())
         is_lost = is_dynamic(config) and not are_finite(gradients(seen))
-        if is_left_out(one, has_gradients, is_lost, delayed, overflowed, pending):
+        if is_left_out(one, has_gradients, is_lost, set(delayed), overflowed, pending):
+            break
+        if one["do"] == "step" and one["optimizer"] in holders(config, delayed) - set(delayed):
             break
         if one["do"] == "block" and has_gradients:  # sums of three are rounded in another order
             inside = [inner for inner in one["inside"] if inner["do"] != "block"]
@@ -209,13 +211,20 @@ def run(program):
         expected.append(reference.seen())
         taken.append(one if fate == "taken" else None)
         is_lost = is_dynamic(config) and not are_finite(gradients(expected[-1]))
+        losses = losses_counted_by(one, delayed)
+        if is_lost and len(losses) > 1:
+            expected.pop()
+            taken.pop()
+            break
         if one["do"] == "block":
             pending = pending | holders(config, one["optimizers"]) if is_lost else set()
             overflowed |= set(one["optimizers"])
-            delayed -= set(one["optimizers"])
-            delayed |= set(one["optimizers"] if one["delay_unscale"] else ())
+            for number in one["optimizers"]:
+                delayed.pop(number, None)
+                if one["delay_unscale"]:
+                    delayed[number] = losses
         elif one["do"] == "step":
-            delayed.discard(one["optimizer"])
+            delayed.pop(one["optimizer"], None)
             pending.discard(one["optimizer"])
         if not is_lost:
             overflowed.clear()
@@ -230,15 +239,16 @@ def run(program):
 def is_left_out(step, has_gradients, is_lost, delayed, overflowed, pending):
     """Whether the file does otherwise than amp.
 
-    A delayed block on top of older gradients shows the sum of both; a block that raises clears older ones; a block of
-    some of the optimizers of a delayed one ends that first. Gradients that are cleared while they are delayed count for
-    the scale all the same; weights that join keep their gradients. Gradients that overflowed in a block of another
-    optimizer, and were not cleared, count for a block, and are stepped with. That an overflow was cleared is seen by
-    the next block or step, but not if a backward pass outside of blocks comes before it.
+    A block that raises clears older gradients. A block of some of the optimizers of a delayed one counts that one, and
+    so does a step of another optimizer that shares its weights; an overflow counts for all losses of delayed blocks.
+    Gradients that are cleared after a delayed block do not count for the scale; weights that join keep their gradients.
+    Gradients that overflowed in a block of another optimizer, and were not cleared, count for a block, and are stepped
+    with. That an overflow was cleared is seen by the next block or step, but not if a backward pass outside of blocks
+    comes before it.
     """
     if step["do"] == "block":
         chosen = set(step["optimizers"])
-        adds_otherwise = has_gradients and bool(step["delay_unscale"] or step["raises"])
+        adds_otherwise = has_gradients and bool(step["raises"])
         return adds_otherwise or bool(delayed - chosen) or (is_lost and bool(chosen - overflowed))
     if step["do"] == "join":
         return has_gradients or bool(delayed)
@@ -247,6 +257,13 @@ def is_left_out(step, has_gradients, is_lost, delayed, overflowed, pending):
     if step["do"] == "step":
         return is_lost and step["optimizer"] not in overflowed
     return step["do"] == "clear" and bool(delayed)
+
+
+def losses_counted_by(step, delayed):
+    """The losses whose scales a block or step moves: its own, and those of delayed blocks."""
+    optimizers = step.get("optimizers", ()) if step["do"] == "block" else [step.get("optimizer")]
+    losses = {step["loss_id"]} if step["do"] == "block" else set()
+    return losses.union(*(delayed.get(number, ()) for number in optimizers))
 
 
 def holders(config, optimizers):

@@ -18,7 +18,7 @@ from ampcompat.tools.recording.steps import Scale, Step
 class _Blocks:
     """The ``scale_loss`` blocks of an optimizer since its last step."""
 
-    #: What each scaler was when its last block ended; None where gradients were left scaled until the step.
+    #: What each scaler was when its last block ended; None where the step is to move its scale.
     numbers: dict[LossScaler, Numbers | None] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     scale: float | None = None

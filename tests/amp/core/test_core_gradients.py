@@ -130,7 +130,7 @@ def test_a_block_may_list_an_optimizer_twice(level):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_the_models_zero_grad_reaches_the_gradients_of_earlier_blocks(level, set_to_none):
-    """In an open block, and while gradients are still scaled; that of a module in the model too."""
+    """In an open block, and after a delayed one; that of a module in the model too."""
     model, optimizer = start(level)
     backward(model, optimizer, 1)
     with amp.scale_loss(loss_of(model, 2), optimizer) as scaled:
