@@ -8,31 +8,21 @@ import copy
 import io
 import math
 import pprint
-import sys
-import types
 
 import law_profiles  # noqa: F401 - loads the profile
 import programs
 import pytest
 import torch
 from hypothesis import settings
+from native_file import native_amp
 from reference_amp import Raised, Reference
 from test_training_laws import SHARED, STALE, TOGETHER, block, check, clear, step
 
-from ampcompat.tools.migrate.parts import PARTS, written
+from ampcompat.tools.migrate.parts import PARTS
 
 LEVELS = {"O0": "O0", "O1": "O1", "O2": "O1", "O3": "O1", "O4": "O4", "O5": "O4"}
 #: Steps about master weights, and about what a script cannot ask of the file.
 LEFT_OUT = (*programs.CHANGES, "leave", "come_back", "write", "load_scaler", "save")
-
-
-def fresh(parts):
-    """The file as a module of its own, with a state of its own."""
-    module = types.ModuleType("native_amp")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "native_amp", module)  # dataclasses look there
-        exec(compile(written(parts), "native_amp.py", "exec"), vars(module))
-    return module
 
 
 def parts_of(program):
@@ -57,7 +47,7 @@ class Native:
 
     def make(self, seed):
         config = self.config
-        self.amp = fresh(self.parts)
+        self.amp = native_amp(self.parts)
         self.models, self.weights = programs.build(config, seed)
         self.optimizers = programs.make_optimizers(config, self.weights)
         self.amp.initialize(

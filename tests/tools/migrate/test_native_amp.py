@@ -7,24 +7,22 @@ import inspect
 import io
 import pickle
 import sys
-import types
 import warnings
 
 import pytest
 import torch
+from native_file import native_amp
 from seeded import seeded
 from torch import nn
 
 import ampcompat.amp
 import ampcompat.optimizers
-from ampcompat.tools.migrate.parts import PARTS, written
 
 
 def copy_of_file(monkeypatch):
-    """The file as a module of its own, with a state of its own."""
-    module = types.ModuleType("native_amp")
+    """The file as a module that ``import`` finds, with a state of its own."""
+    module = native_amp()
     monkeypatch.setitem(sys.modules, "native_amp", module)
-    exec(compile(written(PARTS), "native_amp.py", "exec"), vars(module))
     return module
 
 
