@@ -60,7 +60,7 @@ def needed_by(texts: Iterable[str | None]) -> frozenset[str]:
             return PARTS
         named = _needed_by(text) - found
         if named:  # else the text need not be parsed
-            found |= named & _needed_by(_without_prose(text))
+            found |= named & _needed_by(_searchable(text))
     return frozenset(found)
 
 
@@ -68,13 +68,20 @@ def _needed_by(text: str) -> frozenset[str]:
     return frozenset(name for name, pattern in NEEDS.items() if pattern.search(text))
 
 
-def _without_prose(text: str) -> str:
-    """The code without comments and docstrings, each statement on one line; as it is where it cannot be parsed."""
+def _searchable(text: str) -> str:
+    """The code without comments and docstrings, each statement on one line; as it is where it cannot be parsed.
+
+    Methods of classes without a base, which are no models, have a private name.
+    """
     try:
         tree = parse(text)
         for node in ast.walk(tree):
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
                 node.value = ast.Constant(None)
+            elif isinstance(node, ast.ClassDef) and all(ast.unparse(base) == "object" for base in node.bases):
+                for method in node.body:
+                    if isinstance(method, ast.FunctionDef):
+                        method.name = f"_{method.name}"
         return ast.unparse(tree)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return text

@@ -102,6 +102,8 @@ def test_what_needs_a_part(line, part):
         "# nn.DataParallel, retain_grad and delay_unscale are not used here",
         'class Net(nn.Module):\n    """Named like torch.autograd.Function."""',
         "from utils import *",
+        "class AverageMeter(object):\n    def update(self, value): pass\n    def state_dict(self): pass",
+        "class Average:\n    def update(self, value): pass",
         "with amp.scale_loss(\n    loss,\n    optimizer,\n) as scaled_loss: pass",
         "with amp.scale_loss(loss,\n                    optimizer) as scaled_loss: pass",
         "optimizer.step(\n)",
