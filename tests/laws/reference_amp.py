@@ -81,6 +81,12 @@ class Weight:
         """The model's gradient shows what the master's is, and may be cleared."""
         self.shown = None if self.value.grad is None else (self.leaf.grad, self.leaf.grad._version)
 
+    def show_older(self):
+        """Without a new gradient, one of zero shows that the master has an older one."""
+        if self.has_master and self.value.grad is not None and self.leaf.grad is None:
+            self.leaf.grad = torch.zeros_like(self.leaf)
+            self.note()
+
     def zero(self):
         """``zero_grad(set_to_none=False)``: where the model has a gradient, both are zero."""
         if self.leaf.grad is None:
@@ -484,6 +490,7 @@ class Reference:
         self.drop_cleared(block.weights)
         for weight in block.weights:
             weight.leaf.grad = block.saved.get(weight)
+            weight.show_older()
 
     def end(self, block, check=True):
         overflow, flags = self.unscale(block, check)
@@ -513,6 +520,7 @@ class Reference:
             new, old = weight.leaf.grad, scaled.saved.get(weight)
             if new is None:
                 weight.leaf.grad = old
+                weight.show_older()
                 continue
             overflow |= not bool(new.isfinite().all())
             unscaled = new.float() * inverse

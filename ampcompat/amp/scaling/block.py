@@ -77,6 +77,7 @@ from ampcompat.amp.scaling.unscaling import (
     drop_cleared,
     rescale,
     save_grads,
+    show_older,
     unscale_new,
 )
 
@@ -307,6 +308,7 @@ class Block(OpenBlock):
         drop_cleared(self.leaves.masters)
         clear_in_model(self.leaves)
         add_saved(self.saved)
+        show_older(self.leaves.masters)
         if self.took_pending:
             warn_of("pending gradients lost")
 

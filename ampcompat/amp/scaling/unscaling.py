@@ -11,7 +11,7 @@ second block begins                   None                                      
 after ``backward``                    3072                                        2
 it ends                               3072: this pass alone                       5
 or it gave this weight no gradient    0                                           2
-or its body raised                    None                                        2
+or its body raised                    0                                           2
 ``step``, made or skipped             as it is, until it is cleared               None
 ====================================  ==========================================  =====================================
 
@@ -169,20 +169,20 @@ def unscale_new(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) 
             _share_overflow(adapter, scaler, leaves.direct)
     if len(half_gradients) < len(masters):
         drop_cleared(masters)  # a script may zero gradients in the block, and then clear some
-        _show_accumulated(masters)
+        show_older(masters)
     return has_new_grads
 
 
-def _show_accumulated(masters: Iterable[Master]) -> None:
-    """Give half weights without a new gradient one of zero where their masters have older ones, as in plain torch.
+def show_older(masters: Iterable[Master]) -> None:
+    """Give half weights without a new gradient one of zero where their masters have older ones.
 
     A script that clears it there clears the older ones, and ``zero_grad(set_to_none=False)`` finds it and leaves zeros,
-    which momentum and weight decay act on.
+    which momentum and weight decay act on: both as in plain torch.
     """
     for master in masters:
-        accumulated = master.value.grad
-        if accumulated is not None and master.half.grad is None:
-            master.half.grad = torch.zeros_like(accumulated, dtype=master.half.dtype)
+        older = master.value.grad
+        if older is not None and master.half.grad is None:
+            master.half.grad = torch.zeros_like(older, dtype=master.half.dtype)
             master.grad_shown = True
 
 
