@@ -11,18 +11,17 @@ float32 one.
 from dataclasses import fields
 
 from ampcompat._state import state
+from ampcompat.amp.half.masters import half_written, value_written
 from ampcompat.amp.half.masters import master_of as master_of
 from ampcompat.amp.half.record import masters_by_name as masters_by_name
 from ampcompat.amp.half.record import masters_of as masters_of
-from ampcompat.amp.half.written import Due
-from ampcompat.amp.half.written import due as due
 from ampcompat.amp.misuse import watch
 from ampcompat.amp.misuse.watch import Watch
 
 
 def is_due(master):
     """Whether anything tells that one copy of a weight was written, and the other has yet to follow."""
-    return master.due is not Due.NOTHING
+    return bool(half_written([master]) or value_written([master]))
 
 
 def reset():
@@ -69,7 +68,7 @@ def sizes_of_state():
 
 def process_state():
     """What is known of gradients in the whole process, by name."""
-    names = ("open_blocks", "pending")
+    names = ("open_blocks",)
     return {name: getattr(state, name) for name in names}
 
 
@@ -107,11 +106,6 @@ def scaler_of(optimizer):
 def float32_masters(optimizer):
     """The float32 masters that ``optimizer`` steps. Unlike ``amp.master_params``, this does not update them first."""
     return [master.value for master in optimizer._amp_stash.leaves.masters]
-
-
-def has_scaled_gradients(optimizer):
-    """Whether a block has left gradients scaled in ``p.grad``."""
-    return optimizer._amp_stash.params_have_scaled_gradients
 
 
 def is_in_block(optimizer):

@@ -135,7 +135,7 @@ def _flatten(module: torch.nn.RNNBase) -> None:
     """Put the weights of ``module`` into one buffer for cuDNN again: the cast gave each memory of its own."""
     module.flatten_parameters()
     for master in masters_by_name(module).values():
-        master.note_untouched()  # it has moved the half weights, and taken their ``data``
+        master.note_equal()  # the half weights were moved, not written
 
 
 def _castable_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -14,10 +14,10 @@ from torch.utils.hooks import RemovableHandle
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp.half.masters import Master
+from ampcompat.amp.half.masters import Master, half_written
 from ampcompat.amp.misuse.half_gradients import HalfGradients
 from ampcompat.amp.misuse.unknown_optimizers import Gradients, ScaledForNone
-from ampcompat.amp.scaling.gradients import OpenBlock, pending_in
+from ampcompat.amp.scaling.gradients import OpenBlock
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
 
@@ -131,7 +131,6 @@ class Watch:
         self.blocks_left = 0
         self._records: weakref.WeakKeyDictionary[Optimizer, _Record] = weakref.WeakKeyDictionary()
         self._expected: dict[OpenBlock, _Expected] = {}
-        self._taken_before: set[Master] = set()
         self._scaled_for_none = ScaledForNone()
         self._hooks = ExitStack()
         _torch.call_before_steps(self._scaled_for_none.look, self._hooks)
@@ -143,7 +142,7 @@ class Watch:
     # -- a block -------------------------------------------------------------------------------------------------------
     def on_block(self, block: OpenBlock) -> None:
         """Look at the gradients that are there before ``block`` saves them."""
-        if block.is_plain or pending_in(block.leaves):
+        if block.is_plain:
             return
         for optimizer in block.optimizers:
             record = self._record_of(optimizer)
@@ -157,7 +156,7 @@ class Watch:
         calls: list[bool] = []
         if scaled.requires_grad:
             scaled.register_hook(lambda _grad: calls.append(True))  # type: ignore[no-untyped-call]
-        bystanders = [] if block.scalers[0].is_one else self._find_bystanders(block)
+        bystanders = [] if block.scaler.is_one else self._find_bystanders(block)
         held_by_none = self._scaled_for_none.before()
         self._expected[block] = _Expected(calls if scaled.requires_grad else None, bystanders, held_by_none)
 
@@ -167,7 +166,7 @@ class Watch:
         for other in state.optimizers.listed():
             leaves = other._amp_stash.leaves
             waits = other not in block.optimizers and self._record_of(other).had_gradients
-            if not waits or block.overlaps(leaves) or pending_in(leaves) or other._amp_stash.in_block:
+            if not waits or block.overlaps(leaves) or other._amp_stash.in_block:
                 continue
             param = next((param for param in leaves.direct if param.grad is not None), None)
             if param is not None and param.grad is not None:
@@ -175,13 +174,13 @@ class Watch:
         return found
 
     def on_block_end(self, block: OpenBlock) -> None:
-        """Note whose gradients ``block`` has given, and look at them if they were unscaled."""
+        """Note whose gradients ``block`` has given, and look at them if it has unscaled them."""
         expected = self._expected.pop(block, None)
         if expected is not None:
             self._look_at_bystanders(expected)
             self._scaled_for_none.after(block, expected.held_by_none)
         self._count_down()
-        if block.has_new_grads is None:  # gradients are left to torch, or stay scaled
+        if block.has_new_grads is None:  # gradients are left to torch
             for optimizer in block.optimizers:
                 self._note_gradients(optimizer)
             return
@@ -257,14 +256,11 @@ class Watch:
         record.end_hook()
         used = list(map(weakref.ref, gradients))
         self._records[optimizer] = _Record(used=used, half_gradients=record.half_gradients)
-        self._taken_before = {master for master in stash.leaves.masters if master.half_taken}
 
     def before_push(self, masters: Sequence[Master]) -> None:
-        """Look whether a step has written to half weights: itself, or through ``data`` that was taken in it."""
-        for master in masters:
-            was_taken = master.half_taken and master not in self._taken_before
-            if master.half_has_moved or was_taken:
-                warn_of("half weights written in a step")
+        """Look whether a step has written to half weights."""
+        if half_written(masters):
+            warn_of("half weights written in a step")
 
 
 def _gradients_in(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -22,12 +22,11 @@ from ampcompat._types import Optimizer
 from ampcompat.amp.casts.contexts import CastsOff, save
 from ampcompat.amp.half.masters import master_of, push_all
 from ampcompat.amp.scaling import backward_methods
-from ampcompat.amp.scaling.between_blocks import clear_pending, prepare_masters
+from ampcompat.amp.scaling.between_blocks import prepare_masters
 from ampcompat.amp.scaling.clearing import clear_by_optimizer
 from ampcompat.amp.scaling.closures import step_with_closure
 from ampcompat.amp.scaling.exchange import give_back_params, match_state
-from ampcompat.amp.scaling.gradients import open_block_of, pending_in
-from ampcompat.amp.scaling.leaves import leaves_of
+from ampcompat.amp.scaling.gradients import open_block_of
 from ampcompat.amp.scaling.optimizer_state import OptimizerState, follow_groups
 from ampcompat.amp.scaling.scale_loss import under_amp
 from ampcompat.amp.scaling.session import Session
@@ -64,17 +63,10 @@ def attach(optimizer: Optimizer, session: Session, kind: type[OptimizerState]) -
 
 
 def detach(optimizer: Optimizer) -> None:
-    """Undo :func:`attach`, but for the wrappers of methods, which pass on.
-
-    Gradients that are still scaled are cleared, unless another optimizer holds some of the same tensors.
-    """
+    """Undo :func:`attach`, but for the wrappers of methods, which pass on."""
     stash: OptimizerState = optimizer._amp_stash
     stash.look_up(optimizer)
     state.optimizers.live.pop(optimizer, None)
-    others = leaves_of(state.optimizers.listed())
-    for pending in pending_in(stash.leaves):
-        if not pending.overlaps(others):
-            clear_pending(pending)
     give_back_params(optimizer)
     match_state(optimizer)
     stash.note_when_gone(optimizer, set())

@@ -39,8 +39,8 @@ def scale_loss(
             gradients to. An empty list: only other gradients are wanted (of an input); nothing is unscaled.
         loss_id: Which of the ``num_losses`` scalers to use.
         model: Ignored, as under apex.
-        delay_unscale: Leave gradients scaled; a later block without it unscales what has accumulated. No need to use it
-            for accumulation: gradients accumulate correctly without.
+        delay_unscale: Leave the scale alone: the next block, step or ``amp.master_params`` moves it. Gradients are
+            unscaled all the same (D55). No need to use it for accumulation: gradients accumulate correctly without.
         delay_overflow_check: Leave the scale alone; an overflow still skips the step and is counted by the next block,
             unless the script calls the scaler's ``update_scale()``, and so decides about the step itself.
 
@@ -57,9 +57,8 @@ def scale_loss(
     scale of the block's entry, and added to what had accumulated; overflow is noted and the scale moves; the step after
     an overflow is skipped.
 
-    When the block raises, unscaled gradients are as at its entry. Scaled ones of ``delay_unscale`` or of DDP's
-    ``no_sync`` are lost with those of the failed backward pass, and a warning says so. Where the scale is always 1,
-    and there are no masters, what the failed pass has added stays, as in plain torch.
+    When the block raises, gradients are as at its entry. Where the scale is always 1, and there are no masters, what
+    the failed pass has added stays, as in plain torch.
     """
     used_optimizers, session = _optimizers_and_session(optimizers)
     if not session.enabled:

@@ -57,15 +57,15 @@ DELAYS = pytest.mark.parametrize("delay_unscale", [False, True])
 # -- parameters --------------------------------------------------------------------------------------------------------
 @LEVELS
 @DELAYS
-@pytest.mark.parametrize("is_pending_then", [False, True])
-def test_a_group_taken_out_and_put_back_begins_anew(level, delay_unscale, is_pending_then):
+@pytest.mark.parametrize("delays_next", [False, True])
+def test_a_group_taken_out_and_put_back_begins_anew(level, delay_unscale, delays_next):
     model = Two()
     optimizer = sgd(model.a.parameters(), model.b.parameters())
     start(level, model, optimizer)
     block(model, optimizer, delay_unscale=delay_unscale)
     group = optimizer.param_groups.pop()
     optimizer.zero_grad()  # does not reach it
-    block(model, optimizer, delay_unscale=is_pending_then)  # gives it scaled gradients
+    block(model, optimizer, delay_unscale=delays_next)  # gives it scaled gradients
     with pytest.warns(UserWarning, match=DROPPED):
         optimizer.add_param_group(group)
     assert moved(model.b, optimizer.step) == 0

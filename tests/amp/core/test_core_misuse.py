@@ -364,18 +364,6 @@ def test_blocks_of_both_scale_for_none_else(act):
     assert warned(train) == []
 
 
-def test_gradients_that_a_later_block_unscales_are_not_warned_of():
-    """Both losses are scaled alike, and the step unscales their sum."""
-    gan = Gan("O1")
-
-    def train():
-        gan.train_d(delay_unscale=True)
-        gan.train_g()
-        gan.for_d.step()
-
-    assert warned(train) == []
-
-
 @pytest.mark.parametrize("level", ["O0", "O4"])
 def test_where_the_scale_is_one_no_other_is_warned_of(level):
     gan = Gan(level)
