@@ -256,6 +256,8 @@ class Watch:
         record.end_hook()
         used = list(map(weakref.ref, gradients))
         self._records[optimizer] = _Record(used=used, half_gradients=record.half_gradients)
+        if record.writes_own:  # a script may keep the list of masters
+            self.on_master_params(optimizer)
 
     def before_push(self, masters: Sequence[Master]) -> None:
         """Look whether a step has written to half weights."""
