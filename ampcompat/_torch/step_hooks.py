@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch.optim import optimizer as module
@@ -20,9 +20,9 @@ class _Call:
         self.called(optimizer)
 
 
-def call_before_steps(called: Callable[[Any], None]) -> Callable[[], None]:
-    """Have ``called(optimizer)`` called before each step of any optimizer; returns the undo."""
-    return module.register_optimizer_step_pre_hook(_Call(called)).remove
+def call_before_steps(called: Callable[[Any], None], undo: ExitStack) -> None:
+    """Have ``called(optimizer)`` called before each step of any optimizer, until ``undo``."""
+    undo.callback(module.register_optimizer_step_pre_hook(_Call(called)).remove)
 
 
 def has_step_hooks(optimizer: Any) -> bool:

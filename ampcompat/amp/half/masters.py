@@ -229,6 +229,7 @@ class Master:
         if not _torch.has_storage(half):
             return self  # a compiler's stand-in for the module, which is never stepped
         clone = memo[id(self)] = Master(half, value)  # its slots are found by ``masters_of``
+        _watch_steps()
         clone.push()  # ``half`` may have been copied with its module, before it followed ``value``
         return clone
 
@@ -240,7 +241,34 @@ class Master:
 def _rebuilt(half: torch.Tensor, value: torch.Tensor) -> Master:
     """Unpickle a master, perhaps in a process without ``initialize``."""
     watch_torch()
+    _watch_steps()
     return Master(half, value)
+
+
+def _watch_steps() -> None:
+    """Look at the steps of optimizers that were copied or loaded together with a model, until a reset."""
+    state.patch_once(_torch.call_before_steps, _refuse_step_without_gradients)
+
+
+def _refuse_step_without_gradients(optimizer: Any) -> None:
+    """Refuse the step of an ``optimizer`` that has masters, is not under amp, and so would train nothing."""
+    if torch.compiler.is_compiling() or "_amp_stash" in vars(optimizer):
+        return
+    masters: set[Master] = set()
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        master = master_of(param)
+        if master is not None and master.value is param:
+            masters.add(master)
+    for known in state.optimizers.listed():  # it may be inside one that amp steps
+        masters.difference_update(known._amp_stash.leaves.masters)
+    have_gradients = any(master.value.grad is not None for master in masters)
+    if not have_gradients and any(master.half.grad is not None for master in masters):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step() with masters that have no gradients - this optimizer was copied or"
+            " loaded with its model, and is not under amp: it holds float32 masters, and the half weights of the model"
+            " get the gradients - call amp.initialize(model, optimizer, opt_level=...) with both, at the level that"
+            " they were at, and give each loss a scale_loss block."
+        )
 
 
 def _recast(tensor: torch.Tensor, dtype: torch.dtype) -> None:

@@ -91,8 +91,9 @@ class ScaledForNone:
 def _held_by_none() -> list[torch.Tensor]:
     """The trainable parameters of models under amp that no optimizer under amp holds."""
     held = {key for optimizer in state.optimizers.listed() for key in optimizer._amp_stash.leaves.ids()}
-    params = {id(param): param for model in state.models.live for param in model.parameters() if param.requires_grad}
-    return [param for key, param in params.items() if key not in held]
+    modules = dict.fromkeys(module for model in state.models.live for module in model.modules())
+    params = [param for module in modules for param in module._parameters.values() if param is not None]
+    return [param for param in params if param.requires_grad and id(param) not in held]
 
 
 @torch.no_grad()

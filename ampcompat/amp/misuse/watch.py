@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -131,8 +132,9 @@ class Watch:
         self._records: weakref.WeakKeyDictionary[Optimizer, _Record] = weakref.WeakKeyDictionary()
         self._expected: dict[OpenBlock, _Expected] = {}
         self._scaled_for_none = ScaledForNone()
-        self._undo_hook = _torch.call_before_steps(self._scaled_for_none.look)
-        state.undo.callback(self._undo_hook)
+        self._hooks = ExitStack()
+        _torch.call_before_steps(self._scaled_for_none.look, self._hooks)
+        state.undo.callback(self._hooks.close)
 
     def _record_of(self, optimizer: Optimizer) -> _Record:
         return self._records.setdefault(optimizer, _Record())
@@ -225,7 +227,7 @@ class Watch:
     def end(self) -> None:
         """Take itself and its hooks away."""
         state.observers[:] = [other for other in state.observers if other is not self]
-        self._undo_hook()
+        self._hooks.close()
         for record in self._records.values():
             record.end_hook()
 
@@ -254,6 +256,8 @@ class Watch:
         record.end_hook()
         used = list(map(weakref.ref, gradients))
         self._records[optimizer] = _Record(used=used, half_gradients=record.half_gradients)
+        if record.writes_own:  # a script may keep the list of masters
+            self.on_master_params(optimizer)
 
     def before_push(self, masters: Sequence[Master]) -> None:
         """Look whether a step has written to half weights."""

@@ -94,8 +94,8 @@ _WRAPPER_CODE = _torch.skip_compile_of_frame(_wrap(print, print)).__code__
 def step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Step the masters and write them to the model; skip instead, once, after an overflow.
 
-    A closure is what is called so, or the first argument if it can be called. Anything else is passed on: a step of a
-    script's own may take a loss, or more.
+    The closure is the argument of that name, or the first one if it can be called. Anything else is passed on: a step
+    of a script's own may take a loss, or more.
 
     Host syncs: one where the flag of a dynamic scale waits, or gradients of an earlier overflow may still be there; one
     more for each scale that the message of a skip names. None with a static scale, nor with an optimizer that takes

@@ -307,7 +307,8 @@ def test_momentum_moves_a_layer_that_gets_no_gradient_as_in_float32(level, clear
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_a_gradient_that_a_script_clears_is_gone_where_the_last_pass_gave_none(level):
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_gradient_that_a_script_clears_is_gone_where_the_last_pass_gave_none(level, raises):
     """SwAV and DINO set ``p.grad = None`` between a block and its step: older passes count too."""
     model = Branches()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
@@ -315,6 +316,9 @@ def test_a_gradient_that_a_script_clears_is_gone_where_the_last_pass_gave_none(l
     for uses_b in (True, False):
         with amp.scale_loss(model(torch.ones(2, 4), uses_b).float().sum(), optimizer) as scaled:
             scaled.backward()
+    if raises:
+        with pytest.raises(ZeroDivisionError), amp.scale_loss(model(torch.ones(2, 4), True).float().sum(), optimizer):
+            raise ZeroDivisionError
     for param in model.b.parameters():
         assert param.grad is not None
         param.grad = None

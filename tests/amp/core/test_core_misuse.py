@@ -238,6 +238,23 @@ def test_right_use_is_not_warned_of(level, act):
     train(model, optimizer, 1)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_script_keeps_the_list_of_masters_that_it_writes_gradients_to(level):
+    model, optimizer = start(level)
+    params = list(amp.master_params(optimizer))
+
+    def steps():
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+
+    assert warned(steps) == []
+    optimizer.zero_grad()
+    (message,) = warned(lambda: without_a_block(model, optimizer))
+    assert message.startswith(NO_BLOCK)
+
+
 @pytest.mark.parametrize(("level", "trains"), [("O1", True), ("O2", False), ("O5", False)])
 def test_a_plain_backward_gives_masters_no_gradient(level, trains):
     """As under apex, but with a warning."""
