@@ -27,7 +27,10 @@ class AmpState:
 
     def __setattr__(self, name: str, value: object) -> None:
         if name == "loss_scalers" and state.session is not None and state.session.enabled:
-            state.session.replace_scalers(value)
+            raise AttributeError(
+                f"amp._amp_state.loss_scalers = {value!r} - the list belongs to the call of amp.initialize - put"
+                " scalers into it, one per loss: amp._amp_state.loss_scalers[0] = amp.scaler.LossScaler(128.0)."
+            )
         if name == "verbosity":
             value = _checked_verbosity(value)
         state.view[name] = value

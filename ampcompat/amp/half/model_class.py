@@ -14,7 +14,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
@@ -159,41 +159,19 @@ def _forward_over(cls: Any) -> Callable[..., object]:
     def forward(self: Any, *args: object, **kwargs: object) -> object:
         policy = self._amp_policy
         # A function is read from the class at each call: a script may patch it there.
-        bound = functools.partial(cls.forward, self) if is_function else _bound(declared, self, cls)
+        bound = functools.partial(cls.forward, self) if is_function else _bind(declared, self, cls)
         if policy is None or isinstance(self.__dict__.get("forward"), InstanceForward):
             return bound(*args, **kwargs)
         return policy.run(self, bound, args, kwargs)
 
-    if is_function:
-        return _torch.with_parameters_of(cls.forward, forward)
-    return _with_signature_of(declared, cls, forward)
+    return _torch.with_parameters_of(cls.forward, forward) if is_function else forward
 
 
-def _bound(declared: Any, model: torch.nn.Module, cls: Any) -> Callable[..., object]:
-    """Bind ``declared``, which stands as ``forward`` in a class, to ``model`` as an attribute of ``cls`` is bound.
-
-    A class method gets the class; a static method, a bound method, a partial or a builtin gets no ``self``.
-    """
+def _bind(declared: Any, model: torch.nn.Module, cls: Any) -> Callable[..., object]:
+    """Bind ``declared``, a ``forward`` that is no function (a static method, say), as Python binds attributes."""
     bind = getattr(type(declared), "__get__", None)
     bound: Callable[..., object] = declared if bind is None else bind(declared, model, cls)
     return bound
-
-
-def _with_signature_of(declared: Any, cls: Any, forward: Callable[..., object]) -> Callable[..., object]:
-    """Make ``inspect.signature(model.forward)`` show the parameters of ``declared``, which is no function of Python."""
-    function = cls.forward
-    functools.update_wrapper(forward, function)
-    del vars(forward)["__wrapped__"]
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # a builtin shows none
-        return forward
-    parameters = list(signature.parameters.values())
-    is_bound_already = isinstance(declared, (staticmethod, classmethod, MethodType))
-    if is_bound_already or not hasattr(type(declared), "__get__"):
-        parameters.insert(0, inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY))
-    vars(forward)["__signature__"] = signature.replace(parameters=parameters)
-    return forward
 
 
 def _deepcopy(model: Any, memo: dict[int, Any]) -> Any:
