@@ -5,8 +5,8 @@ import torch
 from ampcompat import amp
 from ampcompat._state import state
 from ampcompat.amp.observers import observers
+from ampcompat.tools import explain
 from ampcompat.tools.explain.observer import OverflowExplainer
-from ampcompat.tools.explain.tally import Tally
 
 
 def initialized(model, level, lr=0.1, **options):
@@ -44,5 +44,4 @@ def explainer():
 
 def last_words():
     """What explain would write if the run ended here: a verdict, and before it what was held back."""
-    (tally,) = [one for one in observers() if isinstance(one, Tally)]
-    return tally.last_words()
+    return explain.last_words(explainer().tally, explainer().ranks)

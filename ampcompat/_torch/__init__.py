@@ -98,6 +98,7 @@ from ampcompat._torch.fsdp import (
     meshes_of,
     sharded_units,
 )
+from ampcompat._torch.modes import enter_outermost, leave_outermost
 from ampcompat._torch.modules import (
     bits,
     broadcast_elements,
@@ -112,6 +113,7 @@ from ampcompat._torch.modules import (
     patch_ddp_constructor,
     patch_ddp_join,
     register_state_dict_hooks,
+    running_module,
     steps_in_backward,
     tensor_of,
     uncompiled,
@@ -127,7 +129,8 @@ from ampcompat._torch.parameters import (
     watch_parameter_data,
 )
 from ampcompat._torch.patch import Wrap, replace, replace_function, set_class, with_parameters_of, wrap_everywhere
-from ampcompat._torch.step_hooks import around_update, has_step_hooks
+from ampcompat._torch.processes import store_for
+from ampcompat._torch.step_hooks import around_update, call_before_steps, has_step_hooks
 from ampcompat._torch.version import (
     TORCH,
 )

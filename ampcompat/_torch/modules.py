@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ampcompat._torch.parameters import data_of
 from ampcompat._torch.patch import replace
+
+#: What runs while a module is called.
+_CALL: Any = torch.nn.Module._call_impl.__code__
 
 
 def register_state_dict_hooks(
@@ -176,3 +180,13 @@ def is_zero(optimizer: object) -> bool:
 def steps_in_backward(optimizer: Any) -> bool:
     """Whether DDP's communication hook steps it (``overlap_with_ddp=True``)."""
     return bool(optimizer._overlap_with_ddp)
+
+
+def running_module(frame: FrameType | None, bottom: FrameType | None = None) -> torch.nn.Module | None:
+    """The innermost module whose call runs, from ``frame`` to below ``bottom``; None outside of any."""
+    while frame is not None and frame is not bottom:
+        if frame.f_code is _CALL:
+            module: torch.nn.Module = frame.f_locals["self"]
+            return module
+        frame = frame.f_back
+    return None

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import os
-from types import FrameType, TracebackType
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from types import CodeType, FrameType, FunctionType, TracebackType
+from typing import NamedTuple, TypeVar
 
 import torch
 
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_TOOLS = tuple(os.path.join(_OURS, "tools", tool) + os.sep for tool in ("explain", "recording", "report"))
+_TOOLS = (*(os.path.join(_OURS, "tools", tool) + os.sep for tool in ("explain", "recording", "report")), __file__)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+#: The package whose wrappers call torch's functions for the script.
+_CASTS = os.path.join(_OURS, "amp", "casts") + os.sep
 #: Where the autograd engine is entered.
 _ENGINE = os.path.join(_TORCH, "autograd", "graph.py")
 #: Torch's files that a mode of ours is called from, and that it calls.
@@ -19,6 +23,8 @@ _AROUND_TOOLS = tuple(
     os.path.join(_TORCH, *path)
     for path in (("overrides.py",), ("_ops.py",), ("_compile.py",), ("_dynamo", "eval_frame.py"))
 )
+
+R = TypeVar("R")
 
 
 class ScriptLine(NamedTuple):
@@ -59,6 +65,42 @@ def script_line(
     return None
 
 
+def is_called_by_amp(frame: FrameType | None) -> bool:
+    """Whether the op that runs is called by ampcompat's own code, and for no function that the script calls."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_OURS) and not file.startswith(_TOOLS):
+            return not file.startswith(_CASTS)
+        if _is_of_script(file):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _call_for_caller(function: Callable[..., R], args: Sequence[object], kwargs: Mapping[str, object]) -> R:
+    return function(*args, **kwargs)
+
+
+@functools.lru_cache(maxsize=1024)
+def _code_at(file: str, line: int) -> CodeType:
+    code = _call_for_caller.__code__
+    return code.replace(co_filename=file, co_firstlineno=line - 1)  # the call is one line below the head
+
+
+def as_called_from(
+    frame: FrameType | None, function: Callable[..., R], args: Sequence[object], kwargs: Mapping[str, object]
+) -> R:
+    """Call ``function`` by a frame that has the file, line and globals of ``frame``.
+
+    A warning of the function's then is one of the line that has called it, and not of the tool between.
+    """
+    if frame is None:
+        return function(*args, **kwargs)
+    code = _code_at(frame.f_code.co_filename, frame.f_lineno)
+    call: Callable[..., R] = FunctionType(code, frame.f_globals)
+    return call(function, args, kwargs)
+
+
 def hide_tools(trace: TracebackType | None, all_of_ours: bool = False, last_too: bool = False) -> TracebackType | None:
     """Take the frames of tools out of ``trace``, in place, and the frames of torch that come with them.
 
@@ -83,7 +125,7 @@ def hide_tools(trace: TracebackType | None, all_of_ours: bool = False, last_too:
     stay: list[TracebackType] = []
     after_hidden = False
     for at, (entry, file) in enumerate(zip(entries, files, strict=True)):
-        if file.startswith(hidden):
+        if file.startswith(hidden) or _is_call_for_caller(entry):
             after_hidden = True
             continue
         if all_of_ours and file.startswith(_OURS) and (at < last_of_script or last_too):
@@ -96,6 +138,10 @@ def hide_tools(trace: TracebackType | None, all_of_ours: bool = False, last_too:
     for entry, following in zip(stay, [*stay[1:], None], strict=True):
         entry.tb_next = following
     return stay[0] if stay else None
+
+
+def _is_call_for_caller(entry: TracebackType) -> bool:
+    return entry.tb_frame.f_code.co_name == _call_for_caller.__name__
 
 
 def _is_of_script(file: str) -> bool:

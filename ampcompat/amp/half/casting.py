@@ -75,6 +75,8 @@ def target_dtype(
     if dtype is None:  # no cast is wanted: undo the cast of an earlier call
         was_cast = half_weights(module) is not None
         return torch.float32 if was_cast else None
+    if isinstance(module, torch.jit.ScriptModule):  # without weights: others are refused
+        return None
     if module in keep_fp32:
         return torch.float32
     if keep_batchnorm_fp32 and _is_affine_batch_norm(module):

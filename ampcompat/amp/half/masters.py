@@ -120,6 +120,17 @@ class Master:
         self.grad_shown = False
         self.value.grad = None
 
+    def drop_cleared_gradient(self) -> None:
+        """Drop ``value.grad`` where the model showed it, and a script has cleared it there."""
+        if self.grad_shown and self.half.grad is None:
+            self.drop_gradient()
+
+    def show_gradient(self) -> None:
+        """Show ``value.grad`` in the model, rounded, where a block has hidden it and gave no other."""
+        if self.value.grad is not None and self.half.grad is None:
+            self.half.grad = self.value.grad.detach().to(self.dtype)
+            self.grad_shown = True
+
     # -- which copy was written ----------------------------------------------------------------------------------------
     def note_equal(self) -> None:
         """Note that both copies are equal now: nothing that happened before counts as written."""

@@ -12,8 +12,11 @@ import os
 
 from ampcompat.tools.at_end import at_end
 from ampcompat.tools.core import at_reset, observers
+from ampcompat.tools.explain.messages import Message
 from ampcompat.tools.explain.observer import OverflowExplainer
+from ampcompat.tools.explain.ranks import Ranks
 from ampcompat.tools.explain.tally import Tally
+from ampcompat.tools.explain.verdict import Verdict
 
 __all__ = ["explain_as", "explain_as_asked", "explain_overflows"]
 
@@ -47,19 +50,36 @@ def explain_overflows(limit: int = LIMIT, *, stop: bool = False, json: bool = Fa
     """
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
         raise ValueError(f"explain_overflows(limit={limit!r}) - it must be a positive integer - pass 3 for instance.")
+    for one in observers():
+        if isinstance(one, OverflowExplainer):
+            one.watch.stop()
     observers()[:] = [one for one in observers() if not isinstance(one, (OverflowExplainer, Tally))]
     tally = Tally()
+    explainer = OverflowExplainer(limit, stop, json, tally)
 
     def end() -> None:
+        explainer.watch.stop()
         is_observing = any(one is tally for one in observers())
-        if not is_observing:
-            return  # another call has taken its place
-        for message in tally.last_words():
-            message.emit(json)
+        if is_observing:  # otherwise another call has taken its place
+            for message in last_words(tally, explainer.ranks):
+                message.emit(json)
 
     observers().append(tally)
-    observers().append(OverflowExplainer(limit, stop, json, tally))
+    observers().append(explainer)
     at_reset(at_end(end))
+    at_reset(explainer.watch.stop)
+
+
+def last_words(tally: Tally, ranks: Ranks) -> list[Message]:
+    """What is to be told when the run ends: the verdict, and before it what was held back without need."""
+    if tally.steps == 0:
+        return []
+    held = tally.last_explanation()
+    own = tally.account()
+    verdict = Verdict(ranks.gather(own), ranks.count)
+    underflow = None if tally.underflow is None else tally.underflow.as_dict()
+    last = Message("verdict", str(verdict), content={**verdict.as_dict(), "underflow": underflow})
+    return [*([] if held is None else [held]), last]
 
 
 def explain_as(how: str) -> None:

@@ -5,17 +5,37 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
-from ampcompat.tools.core import Args, Kwargs, LossScaler, tensors_in
+from ampcompat.tools.core import Args, Kwargs, LossScaler, Optimizer, numbers_of, tensors_in
 from ampcompat.tools.frames import script_line
 from ampcompat.tools.generators import random_state, set_random_state
 
 #: Buffers are copied at a forward up to so many bytes a model.
 MOST_BUFFER_BYTES = 32 * 2**20
+
+
+class Block:
+    """One block of ``scale_loss``.
+
+    Args:
+        scaler: Its loss scaler.
+        optimizers: Its optimizers.
+    """
+
+    def __init__(self, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
+        self.scaler = scaler
+        self.optimizers = frozenset(map(id, optimizers))
+        self._numbers = numbers_of(scaler)  # on their way to the host
+
+    @property
+    def scale(self) -> float:
+        """The loss scale that it began with."""
+        numbers = self._numbers
+        return (numbers if isinstance(numbers, tuple) else numbers.read())[0]
 
 
 class Forward:
@@ -25,7 +45,7 @@ class Forward:
         model: Weak reference to it.
         grads: Gradients of its outputs, in their order, as the backward brought them.
         owners: ids of the optimizers in whose blocks the gradients came.
-        scaler: The loss scaler of the last of these blocks.
+        block: The last of these blocks; None before.
         age: Steps since.
         called_at: The script's line that called it; None where the script has none on the stack.
     """
@@ -39,20 +59,16 @@ class Forward:
         self.buffers = buffers.take()
         self.grads: list[torch.Tensor | None] = []
         self.owners: set[int] = set()
-        self.scaler: LossScaler | None = None
+        self.block: Block | None = None
         self.age = 0
         self.called_at = script_line(sys._getframe(1))
 
     @property
-    def overwritten(self) -> bool:
-        """Whether somebody wrote into the inputs since."""
-        return _versions((self.args, self.kwargs)) != self.versions
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether something, as a step, wrote the model's weights since: its halves, or masters that it follows."""
+    def is_as_it_was(self) -> bool:
+        """Whether its inputs and its model's weights are those that it ran with: nothing has written them since."""
         model = self.model()
-        return model is None or _weight_versions(model) != self.weight_versions
+        is_same_batch = _versions((self.args, self.kwargs)) == self.versions
+        return is_same_batch and model is not None and _weight_versions(model) == self.weight_versions
 
 
 class BufferCopy(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 from ampcompat.tools.core import HALF_DTYPES, LEVELS
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.growth import Grown
+from ampcompat.tools.explain.places import Place
 from ampcompat.tools.explain.probe import ARGUMENT, Event, Made
 from ampcompat.tools.tensors import LARGEST, LEAST
 
@@ -21,6 +22,7 @@ _MASKS = ("mul", "mul_", "add", "sub", "rsub", "masked_fill", "masked_fill_", "f
 _MULTIPLICATIONS = ("mul", "mul_", "div", "div_", "add", "add_", "addmm", "baddbmm")
 #: Nodes of functions whose gradient is infinite at the ends of their range.
 _ENDS = ("Acos", "Asin", "Atanh", "Acosh")
+_ROOTS = ("Sqrt", "LinalgVectorNorm", "Norm", "Pow")
 #: Hints at what came into a forward, or an op, from outside.
 _OF_GIVEN = {
     "input": "look at the data loader, or at what else computes it; skip or clean such batches",
@@ -69,6 +71,16 @@ def hints(event: Event, setting: Setting) -> list[str]:
 def has_stable_form(event: Event) -> bool:
     """Whether another function computes the same without the loss of range, whatever the weights are."""
     return event.is_undefined and _stable_form(event) is not None
+
+
+def is_singular(event: Event) -> bool:
+    """Whether an op was asked for what it does not have, such as the root of -1: not a matter of large weights."""
+    if not event.is_undefined:
+        return False
+    if event.backward:
+        return event.node.startswith((*_ROOTS, *_ENDS))
+    is_by_zero = event.op in _DIVISIONS and event.denominators > 0
+    return is_by_zero or _is_logarithm(event) or event.op in ("sqrt", "rsqrt", "acos", "asin", "acosh", "atanh")
 
 
 def _of_parameter(event: Event, setting: Setting) -> list[str]:
@@ -184,9 +196,13 @@ def _keep_fp32(module: str) -> list[str]:
 
 
 def _is_of_script(event: Event) -> bool:
-    """Whether the script itself calls the op: it is in no module of torch's."""
-    place = event.place
-    return place.line is not None and not event.backward and not hasattr(torch.nn, place.kind or " ")
+    """Whether the script itself calls the op."""
+    return event.place.line is not None and not event.backward and not is_module_of_torch(event.place)
+
+
+def is_module_of_torch(place: Place) -> bool:
+    """Whether ``place`` is in a module that torch has."""
+    return hasattr(torch.nn, place.kind or " ")
 
 
 # -- the backward pass -------------------------------------------------------------------------------------------------
@@ -235,7 +251,7 @@ def _undefined(event: Event, setting: Setting) -> list[str]:
 def _undefined_cure(event: Event) -> str:
     function = event.place.function
     node = event.node
-    if event.backward and (node.startswith(("Sqrt", "LinalgVectorNorm", "Norm", "Pow")) or "norm" in function):
+    if event.backward and (node.startswith(_ROOTS) or "norm" in function):
         return f"the gradient of {function or 'this'} at 0 is not finite: add an eps inside, as in (x + 1e-6).sqrt()"
     if event.backward and node.startswith(_ENDS):
         return f"the gradient of {function} at the end of its range is not finite: clamp its input a little inside"

@@ -1,11 +1,18 @@
-"""The observer that explains lost steps: keeps the last forwards, and runs them again when a step was lost."""
+"""The observer that explains lost steps: from events of amp to messages.
+
+A step is lost when its loss, a gradient or a weight that it wrote is not finite, or when it is skipped. What lost it is
+asked of the watch, if that was on; otherwise its forwards are run again; and where that shows nothing, the next steps
+are watched.
+"""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,30 +25,32 @@ from ampcompat.tools.core import (
     has_old_gradients,
     is_replica,
     live_models,
-    observers,
+    master_of,
     overflowed_scalers,
     tensors_in,
     was_skipped,
 )
 from ampcompat.tools.explain.fault import Fault
-from ampcompat.tools.explain.forwards import BufferCopies, Forward
+from ampcompat.tools.explain.forwards import Block, BufferCopies, Forward
 from ampcompat.tools.explain.growth import Grown
-from ampcompat.tools.explain.loss_watch import LossWatch
 from ampcompat.tools.explain.messages import Message
 from ampcompat.tools.explain.numbers import not_representable, optimizer_name
 from ampcompat.tools.explain.ops import GRADIENTS, is_too_large_unscaled, op_fault
 from ampcompat.tools.explain.probe import Event
+from ampcompat.tools.explain.ranks import Ranks
 from ampcompat.tools.explain.replay import Finding, replay, runs_alone
-from ampcompat.tools.explain.tally import AFTER_MODELS, UNKNOWN, Tally
-from ampcompat.tools.explain.unknown import unknown_message
-from ampcompat.tools.explain.weights import Steps
+from ampcompat.tools.explain.steps import Steps
+from ampcompat.tools.explain.tally import Tally, Unknown
+from ampcompat.tools.explain.watch import Watch
 from ampcompat.tools.frames import hide_tools
 from ampcompat.tools.tensors import is_finite
 
 #: Forwards kept at a time, and steps after which a forward that no backward followed is forgotten.
 MOST_FORWARDS, OLDEST = 16, 3
-#: Lost steps that are looked at; a run that loses more knows enough.
-MOST_LOST = 100
+#: Lost steps whose forwards are run again.
+MOST_RUN_AGAIN = 100
+#: Skipped steps in a row after which the next are watched, where no forward shows why they were skipped.
+MOST_SILENT_SKIPS = 3
 
 
 @dataclass(frozen=True)
@@ -52,25 +61,42 @@ class LostStep:
         head: What was seen, as in "The loss of step 3 is nan.".
         number: Its number.
         optimizers: Whose step it is.
-        scaler: Of the loss whose block was lost.
+        block: The block that lost it.
+        tensors: What is not finite: the loss, or gradients.
+        backward: Whether these are gradients.
         is_fault: Whether it is known to be no ordinary back-off of the loss scale.
     """
 
     head: str
     number: int
     optimizers: Sequence[Optimizer]
-    scaler: LossScaler
+    block: Block
+    tensors: list[torch.Tensor]
+    backward: bool = True
     is_fault: bool = True
+
+    @property
+    def unknown(self) -> Unknown:
+        """The key of such steps whose cause is not known."""
+        return Unknown("gradients" if self.backward else "loss")
+
+
+def _unseen(method: Callable[..., None]) -> Callable[..., None]:
+    """Make ``method`` run ops that the watch does not see: they are not the script's."""
+
+    @functools.wraps(method)
+    def run(self: OverflowExplainer, *args: Any) -> None:
+        with self.watch.paused():
+            method(self, *args)
+
+    return run
 
 
 class OverflowExplainer:
     """Observer (see :mod:`ampcompat.amp.observers`) that explains lost steps.
 
-    A loss that is not finite is looked into before the step that it may spoil, a skipped step and what a step has
-    written right after it.
-
     Args:
-        limit: Different faults that are explained; after these the run is no longer observed.
+        limit: Different faults that are explained; more are only counted.
         stop: Whether the script ends with the last of them.
         json: Whether each message is a line of JSON.
         tally: Where lost steps are counted.
@@ -79,21 +105,23 @@ class OverflowExplainer:
     def __init__(self, limit: int, stop: bool, json: bool, tally: Tally) -> None:
         self.limit, self.stop, self.json = limit, stop, json
         self.tally = tally
+        self.watch = Watch()
+        self.ranks = Ranks()
         self.left = limit
-        self.left_to_look_at = MOST_LOST
+        self.left_to_run_again = MOST_RUN_AGAIN
         self.steps: weakref.WeakKeyDictionary[Optimizer, Steps] = weakref.WeakKeyDictionary()
         self.forwards: deque[Forward] = deque(maxlen=MOST_FORWARDS)
         self.buffers: weakref.WeakKeyDictionary[torch.nn.Module, BufferCopies] = weakref.WeakKeyDictionary()
-        self.running: list[Forward | None] = []  # forwards that have begun; None for those inside of another
-        self.block: tuple[int, ...] = ()
-        self.scaler: LossScaler | None = None
+        self.running: list[Forward | None] = []  # forwards that have begun; None for those that are not kept
+        self.block: Block | None = None  # the one that is open
+        self.silent_skips = 0  # in a row
         self.lost_by: object = None  # the key of the fault that has left weights that are not finite
         self.too_large: Fault | None = None  # gradients too large at any loss scale, once told: weights then grow too
-        self.loss_watch = LossWatch()
         self.has_seen_initialize = False
         self.lost_before: set[tuple[str, str]] = set()  # models and weights that were not finite at initialize
 
     # -- events ------------------------------------------------------------------------------------------------------
+    @_unseen
     def on_initialize(self) -> None:
         """Note the weights that are not finite before any step."""
         self.has_seen_initialize = True
@@ -102,11 +130,12 @@ class OverflowExplainer:
                 if not is_finite(param):
                     self.lost_before.add((type(model).__name__, name))
 
+    @_unseen
     def on_forward(self, model: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Keep references to what the outermost forward gets."""
-        self.loss_watch.stop()
-        outermost = not any(self.running)
-        if not outermost or not torch.is_grad_enabled() or is_replica(model):
+        self.watch.given_to(model, args, kwargs)
+        is_kept = not any(self.running) and torch.is_grad_enabled() and not is_replica(model)
+        if not is_kept or self.watch.is_on or self.left_to_run_again <= 0:
             self.running.append(None)
             return
         if model not in self.buffers:
@@ -123,61 +152,57 @@ class OverflowExplainer:
         for index, tensor in enumerate(outputs):
             tensor.register_hook(self._noter(forward, index))  # type: ignore[no-untyped-call]
         self.forwards.append(forward)
-        self.loss_watch.start(outputs)
 
     def _noter(self, forward: Forward, index: int) -> Callable[[torch.Tensor], None]:
         def note(grad: torch.Tensor) -> None:
             forward.grads[index] = grad
-            forward.owners.update(self.block)
-            forward.scaler = self.scaler
+            if self.block is not None:
+                forward.owners.update(self.block.optimizers)
+                forward.block = self.block
 
         return note
 
+    @_unseen
     def on_scale_loss(self, loss: torch.Tensor, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
         """Look at the loss, while the weights are those that made it: one host sync.
 
         Another at the first block of an optimizer, and where something other than a step has written its weights.
         """
         self.running.clear()
-        self.block = tuple(id(one) for one in optimizers)
-        self.scaler = scaler
-        event = self.loss_watch.look_at(loss)
-        is_lost = event is not None or not is_finite(loss)
+        self.block = Block(scaler, optimizers)
+        is_lost = not is_finite(loss)
         for one in optimizers:
-            self._steps_of(one).begin_block(one, scaler)
-        if not is_lost or self._is_lost(optimizers):
-            return
-        number, name = self._next_step(optimizers)
-        lost = LostStep(f"The loss of {name} is {_number_in(loss)}.", number, optimizers, scaler)
-        if event is not None:
-            self._lose_to_loss_code(lost, event)
-        else:
-            self._look_into(lost, self._of_loss(optimizers), backward=False)
+            self._steps_of(one).begin_block(one, self.block)
+        if is_lost and not self._is_lost(optimizers):
+            number, name = self._next_step(optimizers)
+            head = f"The loss of {name} is {_number_in(loss)}."
+            self._look_into(LostStep(head, number, optimizers, self.block, [loss], backward=False))
 
+    @_unseen
     def on_gradients(self, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
         """Look at the gradients too at static scales: one host sync a block."""
-        self.block = ()
-        event = self.loss_watch.look_at_gradients(self.forwards)
-        if self._is_lost(optimizers):
-            return  # for its loss
-        number, name = self._next_step(optimizers)
-        lost = LostStep(f"A gradient of {name} is not finite.", number, optimizers, scaler)
-        if event is not None:
-            if not event.depends_on_scale or self._persists(scaler, optimizers):
-                self._lose_to_loss_code(lost, event)
-        elif not scaler.dynamic and not _finite_gradients(optimizers):
-            self._look_into(lost, self._of(optimizers[0]))
+        block, self.block = self.block, None
+        if not optimizers:
+            self.watch.after_step(self)  # such a block is for the gradient of an input: no step follows
+        if block is None or scaler.dynamic or self._is_lost(optimizers):
+            return
+        grads = _lost_gradients(optimizers)
+        if grads:
+            number, name = self._next_step(optimizers)
+            self._look_into(LostStep(f"A gradient of {name} is not finite.", number, optimizers, block, grads))
 
     def on_failure(self, error: Exception) -> None:
         """Leave no frame of the probe in the traceback, and no probe in the run."""
         self.running.clear()
-        self.loss_watch.stop()
+        self.watch.stop()
         hide_tools(error.__traceback__)
 
+    @_unseen
     def before_step(self, optimizer: Optimizer) -> None:
         """Look at weights that the script has written since the block: the step is not to answer for them."""
         self._steps_of(optimizer).look_at_written(optimizer)
 
+    @_unseen
     def on_step(self, optimizer: Optimizer, skipped: bool | None) -> None:
         """Explain a skipped step, or one that left a weight not finite; forget the forwards of any other.
 
@@ -189,26 +214,29 @@ class OverflowExplainer:
         if is_skipped:
             self._look_at_skipped_step(optimizer, steps)
         else:
+            self.silent_skips = 0
             self._look_at_made_step(optimizer, steps)
         if steps.lost_to is not None:
-            self.tally.lose(steps.lost_to)
-            self.tally.not_finite += not is_skipped
+            self.tally.lose(steps.lost_to, is_skipped)
         steps.lost_to = None
         self._forget(optimizer)
+        self.ranks.look()
+        self.watch.after_step(optimizer)
 
     # -- a step ------------------------------------------------------------------------------------------------------
     def _look_at_skipped_step(self, optimizer: Optimizer, steps: Steps) -> None:
         """Explain a skipped step, unless that is an ordinary back-off of the scale."""
         overflowed = overflowed_scalers(optimizer)
-        scaler = min(overflowed, key=_scale_of, default=steps.scaler)
-        if scaler is None:
+        if steps.block is None:
             return  # no block was seen
+        scaler = min(overflowed, key=_scale_of, default=steps.block.scaler)
+        block = steps.last_blocks.get(scaler, steps.block)
         name = f"of loss {scaler.loss_id} " if count_of_scalers(optimizer) > 1 else ""
         scale = _scale_of(scaler)
         if overflowed:
             self.tally.scale = f"{name}came down to {scale:g}"
         if steps.lost_to is not None:
-            return  # for its loss
+            return  # for its loss, or a gradient
         step = self._name_of_step(steps.seen, optimizer)
         if not overflowed and has_old_gradients(optimizer):
             self._tell_of_old_gradients(optimizer, steps, step)
@@ -218,8 +246,8 @@ class OverflowExplainer:
             why = f", as {steps.back_off}: gradients overflow although the scale {name}is {scale:g}."
         else:
             why = ": a gradient is not finite."
-        lost = LostStep(f"S{step[1:]} was skipped{why}", steps.seen, [optimizer], scaler, persists)
-        self._look_into(lost, self._of(optimizer))
+        head = f"S{step[1:]} was skipped{why}"
+        self._look_into(LostStep(head, steps.seen, [optimizer], block, _lost_gradients([optimizer]), is_fault=persists))
 
     def _look_at_made_step(self, optimizer: Optimizer, steps: Steps) -> None:
         """Tell of weights that are not finite and that the step has written, and at the first step of its numbers."""
@@ -230,12 +258,18 @@ class OverflowExplainer:
                 if written is None or number not in written.numbers:
                     head = f"{number.optimizer} has a number that the dtype of its parameters does not hold."
                     number.fault.message(head, steps.seen).emit(self.json)
+        if written is not None and steps.block is not None:
+            # What the script did to gradients between block and step is seen under the watch.
+            head = f"A gradient of step {steps.seen} is not finite."
+            lost = LostStep(head, steps.seen, [optimizer], steps.block, _lost_gradients([optimizer]))
+            if self._look_at_origin(lost):
+                written = None
         if written is not None:
             growth = None if written.at_any_rate else steps.history.growth(optimizer)
             fault = self._after_too_large(written.fault(steps.seen, growth))
             steps.lost_to = self.lost_by = fault.key
             self._tell(fault, f"Step {steps.seen} of {written.head}", steps.seen)
-        if not steps.is_watched and self.lost_by is None:
+        if not steps.is_finite and self.lost_by is None:
             self.lost_by = steps.lost_to
 
     def _tell_of_old_gradients(self, optimizer: Optimizer, steps: Steps, step: str) -> None:
@@ -258,11 +292,6 @@ class OverflowExplainer:
     def _is_lost(self, optimizers: Sequence[Optimizer]) -> bool:
         return any(self._steps_of(one).lost_to is not None for one in optimizers)
 
-    def _persists(self, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> bool:
-        """Whether an overflow of a gradient is no ordinary back-off of the scale."""
-        scale = _scale_of(scaler)
-        return not scaler.dynamic or any(self._steps_of(one).back_off.is_fault(scale) for one in optimizers)
-
     def _next_step(self, optimizers: Sequence[Optimizer]) -> tuple[int, str]:
         """The number of the step to come, and its name."""
         number = max([self._steps_of(one).seen for one in optimizers], default=0) + 1
@@ -275,14 +304,11 @@ class OverflowExplainer:
         return f"step {number} of optimizer {list(self.steps).index(optimizer)} ({optimizer_name(optimizer)})"
 
     # -- what is kept ------------------------------------------------------------------------------------------------
-    def _of(self, optimizer: Optimizer) -> list[Forward]:
-        return [forward for forward in self.forwards if id(optimizer) in forward.owners]
-
-    def _of_loss(self, optimizers: Sequence[Optimizer]) -> list[Forward]:
-        """The forwards that may have made a loss: first those that no backward pass has followed yet."""
-        new = [forward for forward in self.forwards if not forward.owners]
-        ids = {id(one) for one in optimizers}
-        return [*new, *(forward for forward in self.forwards if forward.owners & ids)]
+    def _forwards_of(self, lost: LostStep) -> list[Forward]:
+        """The forwards that may have lost a step; for a loss, first those that no backward pass has followed yet."""
+        ids = set(map(id, lost.optimizers))
+        followed = [forward for forward in self.forwards if forward.owners & ids]
+        return followed if lost.backward else [*(one for one in self.forwards if not one.owners), *followed]
 
     def _forget(self, optimizer: Optimizer) -> None:
         kept = []
@@ -295,61 +321,83 @@ class OverflowExplainer:
         self.forwards = deque(kept, MOST_FORWARDS)
 
     # -- looking into a lost step ------------------------------------------------------------------------------------
-    def _look_into(self, lost: LostStep, forwards: list[Forward], *, backward: bool = True) -> None:
-        """Run ``forwards`` again and tell what lost the step; hold it back if it may be ordinary."""
+    def _look_into(self, lost: LostStep) -> None:
+        """Find what lost the step and tell it, or watch the next ones."""
+        if self.watch.is_on:
+            if not self._look_at_origin(lost):
+                self._tell_of_unknown(lost, self._what_the_watch_shows(lost))
+        elif self.left_to_run_again <= 0 and self.watch.arm() == 0:
+            self._note_lost(lost, lost.unknown._replace(was_looked_into=False))
+        else:
+            self._look_at_forwards(lost)
+
+    def _look_at_origin(self, lost: LostStep) -> bool:
+        """Tell the origin that the watch has seen, if any; returns whether there is one."""
+        event = self.watch.origin(lost.tensors)
+        if event is None:
+            return False
+        key = self._lose_to(lost, event, lost.block)
+        self.tally.find(lost.unknown.what, key, was_watched=True)
+        return True
+
+    def _look_at_forwards(self, lost: LostStep) -> None:
+        """Run the forwards of the step again; where they stay finite, watch the next steps."""
+        self.left_to_run_again -= 1
         findings = []
-        for forward, model in _repeatable(forwards):
+        problem = ""
+        for forward, model in _repeatable(self._forwards_of(lost)):
             try:
-                finding = replay(forward, model, backward)
-            except Exception as problem:  # the run that is observed must go on whatever happens here
-                told = f"the batch could not be run again: {type(problem).__name__}: {problem}"
-                self._tell_of_unknown(lost, Message("note", told), UNKNOWN, counts=True)
-                return
+                finding = replay(forward, model, lost.backward)
+            except Exception as error:  # the run that is observed must go on whatever happens here
+                problem = f" The batch could not be run again: {type(error).__name__}: {error}."
+                break
             findings.append(finding)
             if finding.event is not None:
-                self._lose_to(replace(lost, scaler=forward.scaler or lost.scaler), finding.event, finding)
+                key = self._lose_to(lost, finding.event, forward.block or lost.block)
+                self.tally.find(lost.unknown.what, key, was_watched=False)
                 return
-        is_after_models = any(finding.entered for finding in findings) or (bool(findings) and not backward)
-        if lost.is_fault or is_after_models:
-            self.loss_watch.arm()
-        message = unknown_message(
-            lost.head, findings, lost.number, lost.scaler, backward=backward, is_watched=lost.is_fault
-        )
-        key = AFTER_MODELS if is_after_models else UNKNOWN
-        self._tell_of_unknown(lost, message, key, counts=not findings and self.stop)
+        self.silent_skips += 1
+        steps = 0
+        if lost.is_fault or self.silent_skips >= MOST_SILENT_SKIPS:
+            steps = self.watch.arm()
+        known = problem or _what_forwards_show(lost, findings)
+        watched = f" The next {steps} steps are watched as they run." if steps else ""
+        self._tell_of_unknown(lost, known + watched)
 
-    def _lose_to(self, lost: LostStep, event: Event, finding: Finding) -> None:
-        """Note that the step is lost to ``event``, and tell it."""
+    def _what_the_watch_shows(self, lost: LostStep) -> str:
+        if self.watch.is_of_another_rank(lost.tensors):
+            return " It came with the gradients of another rank."
+        return (
+            " The step was watched as it ran, and no op shows why. Ops of compiled code, and of DataParallel's threads,"
+            " are not seen: start the script once with TORCHDYNAMO_DISABLE=1 in its environment, or on one device"
+            " (CUDA_VISIBLE_DEVICES=0)."
+        )
+
+    def _lose_to(self, lost: LostStep, event: Event, block: Block) -> object:
+        """Note that the step is lost to ``event``, and tell it; returns the key of the fault."""
         if event.op == "parameter" and self.lost_by is not None:
             self._note_lost(lost, self.lost_by)  # that step was told, or the fault that came before it
-            self._look_at_one_less()
-            return
-        origin = self._origin(event, finding)
-        fault = self._after_too_large(op_fault(event, finding, lost.scaler, origin, self._growth()))
+            return self.lost_by
+        fault = op_fault(event, block.scale, block.scaler.dynamic, self._origin_of_weight(event), self._growth())
+        fault = self._after_too_large(fault)
         self._note_lost(lost, fault.key)
-        if event.depends_on_scale and not lost.is_fault and not self.tally.is_explained(fault.key):
+        if event.depends_on_scale and not lost.is_fault and not self.tally.is_known(fault.key):
             self.tally.hold(fault.key, fault.message(lost.head, lost.number), fault.cause)
-            self._look_at_one_less()
-            return
+            return fault.key
         if event.op == "parameter":
             self.lost_by = fault.key
-        if fault.growth is None and is_too_large_unscaled(event, lost.scaler):
+        if fault.growth is None and is_too_large_unscaled(event, block.scale):
             self.too_large = fault
         self._tell(fault, lost.head, lost.number)
-
-    def _lose_to_loss_code(self, lost: LostStep, event: Event) -> None:
-        """Tell what the code between a model and ``scale_loss`` did, as the watch there has seen it."""
-        self._lose_to(lost, event, Finding(event, ""))
-        if lost.optimizers:
-            self.tally.rename(AFTER_MODELS, self._steps_of(lost.optimizers[0]).lost_to)
+        return fault.key
 
     def _note_lost(self, lost: LostStep, key: object) -> None:
         for one in lost.optimizers:
             self._steps_of(one).lost_to = key
 
-    def _origin(self, event: Event, finding: Finding) -> str:
+    def _origin_of_weight(self, event: Event) -> str:
         """Where a parameter that is not finite may come from."""
-        if (finding.model, event.place.module) in self.lost_before:
+        if (event.place.model, event.place.module) in self.lost_before:
             return (
                 "it was not finite before amp.initialize already: look at how the model is made, or at the checkpoint"
                 " it came from"
@@ -374,69 +422,52 @@ class OverflowExplainer:
 
     # -- telling -----------------------------------------------------------------------------------------------------
     def _tell(self, fault: Fault, head: str, step: int) -> None:
-        """Tell of ``fault``, unless it was told already."""
-        if self.tally.is_explained(fault.key):
-            self._look_at_one_less()
+        """Tell of ``fault``, unless it was told already or enough was told."""
+        self.watch.disarm()
+        if self.tally.is_known(fault.key):
             return
         if fault.growth is not None and self.tally.is_costly(GRADIENTS):
             self._release(GRADIENTS)  # what has cost so many steps is likely to have made the weight grow
-        self.tally.explain(fault.key, fault.cause)
-        fault.message(head, step).emit(self.json)
-        self._count()
+        self.tally.know(fault.key, fault.cause)
+        self._explain(fault.message(head, step))
 
-    def _release(self, key: object = None) -> bool:
-        """Tell what was held back, for ``key`` or at all; returns whether there was anything to tell."""
+    def _release(self, key: object) -> bool:
+        """Tell what was held back for ``key``; returns whether there was anything to tell."""
         held = self.tally.release(key)
-        if held is None:
-            return False
-        held.emit(self.json)
-        self._count()
-        return True
+        if held is not None:
+            self._explain(held)
+        return held is not None
 
-    def _tell_of_unknown(self, lost: LostStep, message: Message, key: str, counts: bool) -> None:
+    def _tell_of_unknown(self, lost: LostStep, known: str) -> None:
         """Tell that the cause was not found, once; or what was held back, if it is known to be no back-off now."""
-        self._note_lost(lost, key)
+        self._note_lost(lost, lost.unknown)
+        message = Message("unknown", f"{lost.head}{known}", content={"step": lost.number})
         if not lost.is_fault:
-            self.tally.hold(key, message)
-            self._look_at_one_less()
+            self.tally.hold(lost.unknown, message)
             return
-        if self._release():
+        if lost.backward and self._release(GRADIENTS):
             return
-        if self.tally.has_told_unknown:
-            self._look_at_one_less()
-        else:
+        if not self.tally.has_told_unknown and not self.tally.has_found(lost.unknown):
             self.tally.has_told_unknown = True
             message.emit(self.json)
-        if counts:
-            self._count()
 
     # -- the end -----------------------------------------------------------------------------------------------------
-    def _count(self) -> None:
-        """One more explanation was given: observe no more after the last, and end the script if that was asked for."""
+    def _explain(self, message: Message) -> None:
+        """Write an explanation, if there are any left; after the last, end the script if that was asked for."""
+        if self.left == 0:
+            return
+        message.emit(self.json)
         self.left -= 1
         if self.left > 0:
             return
-        self._observe_no_more()
         if not self.stop:
             hint = "that was the last explanation; --explain=N, or amp.explain_overflows(limit=N), sets how many."
             Message("note", hint).emit(self.json)
             return
+        self.watch.stop()
         given = f"{self.limit} explanation{'s' if self.limit > 1 else ''}"
         Message("end", f"the script ends here, after {given}, as asked.").emit(self.json)
         raise SystemExit(1)
-
-    def _look_at_one_less(self) -> None:
-        """One more lost step was looked at in vain."""
-        self.left_to_look_at -= 1
-        if self.left_to_look_at == 0:
-            self._observe_no_more()
-            told = f"{MOST_LOST} lost steps were looked at; from here on they are only counted."
-            Message("note", told).emit(self.json)
-
-    def _observe_no_more(self) -> None:
-        self.forwards.clear()
-        self.loss_watch.stop()
-        observers()[:] = [one for one in observers() if one is not self]
 
 
 def _number_in(loss: torch.Tensor) -> str:
@@ -450,14 +481,40 @@ def _scale_of(scaler: LossScaler) -> float:
     return float(scaler.loss_scale())
 
 
-def _finite_gradients(optimizers: Sequence[Optimizer]) -> bool:
-    grads = [p.grad for one in optimizers for group in one.param_groups for p in group["params"]]
-    return all(is_finite(grad) for grad in grads if grad is not None)
+def _lost_gradients(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    """The gradients that are not finite; those of half weights, where these have any, before those of their masters."""
+    found = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                master = master_of(param)
+                halves = [] if master is None else [master.half]
+                grads = [one.grad for one in (*halves, param) if one.grad is not None]
+                found += [grad for grad in grads if not is_finite(grad)]
+    return found
 
 
-def _repeatable(forwards: Iterable[Forward]) -> Iterator[tuple[Forward, torch.nn.Module]]:
-    """Those of ``forwards`` whose model lives and can be run again by one process, each with its model."""
+def _repeatable(forwards: Iterable[Forward]) -> list[tuple[Forward, torch.nn.Module]]:
+    """Those of ``forwards`` that can be run again as they were, by one process, each with its model."""
+    found = []
     for forward in forwards:
         model = forward.model()
-        if model is not None and runs_alone(model):
-            yield forward, model
+        if model is not None and forward.is_as_it_was and runs_alone(model):
+            found.append((forward, model))
+    return found
+
+
+def _what_forwards_show(lost: LostStep, findings: Sequence[Finding]) -> str:
+    """What is known where no forward that was run again is the cause."""
+    if not findings:
+        return " Its forward could not be run again as it was."
+    if any(finding.entered for finding in findings):
+        known = " The gradient that came into the model was not finite already: the code after the model made it."
+        scaler = lost.block.scaler
+        if not scaler.dynamic and not scaler.is_one:
+            known += f" The loss scale of {lost.block.scale:g} may be too high for it: a lower one shows."
+        return known
+    count = len(findings)
+    if count == 1:
+        return f" Its forward {'and backward were' if lost.backward else 'was'} run again and stayed finite."
+    return f" Its {count} forwards{' and their backwards' if lost.backward else ''} were run again and stayed finite."

@@ -6,14 +6,12 @@ import math
 
 import torch
 
-from ampcompat.tools.core import LEVELS, LossScaler, latest_call
+from ampcompat.tools.core import LEVELS, latest_call
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.growth import Grown
-from ampcompat.tools.explain.hints import Setting, has_stable_form, hints
+from ampcompat.tools.explain.hints import Setting, has_stable_form, hints, is_module_of_torch, is_singular
 from ampcompat.tools.explain.probe import ARGUMENT, GIVEN, Event
-from ampcompat.tools.explain.replay import Finding
-from ampcompat.tools.frames import ScriptLine
 from ampcompat.tools.tensors import LARGEST
 
 #: The key of gradients that are too large: as the scale falls, they are found in one op after the other.
@@ -22,35 +20,34 @@ GRADIENTS = "gradients"
 _CASTS = ("", "to", "float", "half", "bfloat16", "type", "_to_copy", "copy_")
 
 
-def op_fault(event: Event, finding: Finding, scaler: LossScaler, origin: str, growth: Grown | None) -> Fault:
+def op_fault(event: Event, scale: float, dynamic: bool, origin: str, growth: Grown | None) -> Fault:
     """Describe what was born not finite. Any rank tells it: no other knows its batch.
 
     Args:
         event: What was born.
-        finding: Of the replay, or of the watch in the run, that has seen it.
-        scaler: The loss scaler of the backward pass.
+        scale: The loss scale of the backward pass.
+        dynamic: Whether an overflow brings it down.
         origin: Where a parameter that is not finite may come from, in words.
         growth: The weight that the last steps made many times larger, if any.
     """
     was_given = event.op in (*GIVEN, ARGUMENT)
-    if was_given:
+    if was_given or (is_singular(event) and not has_stable_form(event)):
         growth = None
     details = [("pass", "backward" if event.backward else "forward"), ("largest", _largest(event))]
     if event.spread is not None and event.spread != event.place:
         details.append(("then", _spread(event)))
     is_of_growth = growth is not None and not has_stable_form(event)
-    cause = growth.cause if growth is not None and is_of_growth else _cause(event, finding)
+    cause = growth.cause if growth is not None and is_of_growth else _cause(event)
     return Fault(
         what=_what(event),
-        where=_where(event, finding),
+        where=_where(event),
         cause=cause,
         key=_key(event, cause, is_of_growth),
         number=event.value,
-        line=_line(event, finding),
+        line=event.place.line,
         details=details,
         growth=growth,
-        hints=hints(event, _setting(scaler, origin, growth)),
-        note=finding.caveat,
+        hints=hints(event, _setting(scale, dynamic, origin, growth)),
         facts={
             "op": event.op,
             "module": event.place.module,
@@ -68,26 +65,29 @@ def _key(event: Event, cause: str, is_of_growth: bool) -> object:
         return cause
     if event.depends_on_scale:
         return GRADIENTS
-    return event.op, event.place, event.backward
+    place = event.place
+    if is_module_of_torch(place):
+        place = place._replace(line=None)  # that which has called the model
+    return event.op, place, event.backward
 
 
-def is_too_large_unscaled(event: Event, scaler: LossScaler) -> bool:
+def is_too_large_unscaled(event: Event, scale: float) -> bool:
     """Whether ``event`` is a gradient that float16 does not hold at any loss scale of 1 or more."""
     if not event.backward or not event.out_of_range or event.value is None:
         return False
-    return event.value / _scale_of_backward(scaler) > LARGEST
+    return event.value / scale > LARGEST
 
 
-def _cause(event: Event, finding: Finding) -> str:
+def _cause(event: Event) -> str:
     """Name the fault in a few words, as in "train.py:18 (conv2d in conv2)"."""
     if event.op in GIVEN:
-        return f"{event.op} {event.place.module} of {finding.model}, which was not finite"
+        return f"{event.op} {event.place.module} of {event.place.model}, which was not finite"
     if event.op == ARGUMENT:
         what = event.given
     else:
         inside = f" in {event.place.module}" if event.place.module else ""
         what = f"{_name(event)}{inside}"
-    line = _line(event, finding)
+    line = event.place.line
     return what if line is None else f"{line.file}:{line.number} ({what})"
 
 
@@ -99,14 +99,7 @@ def _name(event: Event) -> str:
     return "a gradient" if function in _CASTS else f"the backward of {function}"
 
 
-def _line(event: Event, finding: Finding) -> ScriptLine | None:
-    """The script's line; where the model is made of torch's modules alone, the one that called the model."""
-    if event.place.line is not None or event.op in GIVEN:
-        return event.place.line
-    return finding.called_at
-
-
-def _setting(scaler: LossScaler, origin: str, growth: Grown | None) -> Setting:
+def _setting(scale: float, dynamic: bool, origin: str, growth: Grown | None) -> Setting:
     latest = latest_call()
     half_dtype = None if latest is None else latest.half_dtype
     level = None if latest is None or half_dtype is None else LEVELS.get(latest.opt_level)
@@ -114,17 +107,11 @@ def _setting(scaler: LossScaler, origin: str, growth: Grown | None) -> Setting:
         half="" if half_dtype is None else dtype_name(half_dtype),
         casts_functions=level is not None and level.patch_torch_functions,
         casts_weights=level is not None and not level.patch_torch_functions,
-        scale=_scale_of_backward(scaler),
-        dynamic=scaler.dynamic,
+        scale=scale,
+        dynamic=dynamic,
         origin=origin,
         growth=growth,
     )
-
-
-def _scale_of_backward(scaler: LossScaler) -> float:
-    """The loss scale before the overflow, which has halved a dynamic one."""
-    scale = float(scaler.loss_scale())
-    return 2 * scale if scaler.dynamic else scale
 
 
 def _what(event: Event) -> str:
@@ -162,14 +149,15 @@ def _cast(event: Event) -> str:
     return f"{text}, to which {function} casts it"
 
 
-def _where(event: Event, finding: Finding) -> str:
+def _where(event: Event) -> str:
     place = event.place
     if event.op in GIVEN:
-        return finding.model
+        return place.model
     if place.module is None:
-        return f"outside of any module{f' (after {finding.model})' if finding.model else ''}"
-    inside = f"{place.module} ({place.kind})" if place.module else f"{place.kind} itself"
-    return f"{inside}, in {finding.model}" if place.module and finding.model else inside
+        return "outside of any module"
+    if not place.module:
+        return f"{place.kind} itself"
+    return f"{place.module} ({place.kind}), in {place.model}"
 
 
 def _spread(event: Event) -> str:

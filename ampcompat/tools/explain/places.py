@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 from ampcompat import _torch
-from ampcompat.tools.frames import ScriptLine, script_line
+from ampcompat.tools.frames import ScriptLine, as_called_from, script_line
 
 _KEY = "ampcompat place"
+#: How far below the node of a function's result its other nodes are.
+_MOST_NODES_OF_A_CALL = 6
 
 R = TypeVar("R")
 
@@ -25,78 +25,52 @@ class Place(NamedTuple):
     """A place in the user's program.
 
     Attributes:
-        module: Qualified name of the innermost module; "" for the model itself, None outside of any.
+        module: Qualified name of the innermost module; "" for the model itself or one of no model, None outside of any.
         kind: Its class name.
         function: The torch function or tensor method that was called, as in "softmax".
         line: The script's line; None where nothing but torch's own code ran below the model.
+        model: Class name of the model that the module is a part of; "" where amp was given none.
     """
 
     module: str | None
     kind: str
     function: str
     line: ScriptLine | None
+    model: str = ""
 
 
 NOWHERE = Place(None, "", "", None)
-
-
-class RunningModules:
-    """The modules whose forwards run now.
-
-    Args:
-        names: Qualified names of modules by id.
-
-    Attributes:
-        stack: Qualified name and class name of each, outermost first.
-    """
-
-    def __init__(self, names: dict[int, str]) -> None:
-        self._names = names
-        self._handles: list[RemovableHandle] = []
-        self.stack: list[tuple[str, str]] = []
-
-    @property
-    def innermost(self) -> tuple[str, str] | None:
-        """The module that runs, None outside of any."""
-        return self.stack[-1] if self.stack else None
-
-    def start(self) -> None:
-        """Follow the forwards that begin from here on, those of every module."""
-        self._handles = [
-            hooks.register_module_forward_pre_hook(self._enter),
-            hooks.register_module_forward_hook(self._leave, always_call=True),
-        ]
-
-    def stop(self) -> None:
-        """Follow no more."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _enter(self, module: torch.nn.Module, args: object) -> None:
-        self.stack.append((self._names.get(id(module), ""), type(module).__name__))
-
-    def _leave(self, module: torch.nn.Module, args: object, output: object) -> None:
-        if self.stack:  # else it began before start()
-            self.stack.pop()
 
 
 class Places(TorchFunctionMode):
     """Context that knows the place of the op that runs, forward or backward.
 
     Args:
-        names: Qualified names of modules by id.
-        bottom: Frames of the caller that are not to be taken for the user's: those from which the model is replayed.
+        models: Models whose modules have names.
+        outermost: For a forward that is run again: its model, which no frame names.
+        bottom: And the frame that runs it. Lines of the script are looked for above it.
+        called_at: And the line of the script that had called the model, for ops of which none is found.
     """
 
-    def __init__(self, names: dict[int, str], bottom: FrameType | None = None) -> None:
+    def __init__(
+        self,
+        models: Iterable[torch.nn.Module],
+        outermost: torch.nn.Module | None = None,
+        bottom: FrameType | None = None,
+        called_at: ScriptLine | None = None,
+    ) -> None:
         super().__init__()
         self.bottom = bottom
-        self.modules = RunningModules(names)
+        self.called_at = called_at
+        self.outermost = outermost
         self.function = ""
         self.undo = ExitStack()
+        self._names: dict[int, tuple[str, str]] = {}  # by id of a module: its qualified name, its model's class
+        for model in models:
+            for name, module in model.named_modules():
+                self._names.setdefault(id(module), (name, type(model).__name__))
 
     def __enter__(self) -> Places:
-        self.modules.start()
         _torch.replace(torch.autograd.Function, "apply", classmethod(self._applied()), self.undo)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -104,7 +78,6 @@ class Places(TorchFunctionMode):
     def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
         self.undo.close()
-        self.modules.stop()
 
     def __torch_function__(
         self,
@@ -115,7 +88,7 @@ class Places(TorchFunctionMode):
     ) -> R:
         before, self.function = self.function, getattr(func, "__name__", "")
         try:
-            result = func(*args, **(kwargs or {}))
+            result = as_called_from(_caller_of(func), func, args, kwargs or {})
             for out in result if isinstance(result, (list, tuple)) else (result,):
                 if isinstance(out, torch.Tensor) and out.grad_fn is not None:
                     self._mark(out.grad_fn, self.here())
@@ -142,7 +115,7 @@ class Places(TorchFunctionMode):
         stack = [(node, 0)]
         while stack:
             one, depth = stack.pop()
-            if one is None or depth > 6 or _KEY in one.metadata or "AccumulateGrad" in one.name():
+            if one is None or depth > _MOST_NODES_OF_A_CALL or _KEY in one.metadata or "AccumulateGrad" in one.name():
                 continue
             one.metadata[_KEY] = place
             stack.extend((below, depth + 1) for below, _ in one.next_functions)
@@ -151,10 +124,23 @@ class Places(TorchFunctionMode):
         """The place of the op that runs now."""
         node = _torch.current_node()
         if node is None:
-            name, kind = self.modules.innermost or (None, "")
-            return Place(name, kind, self.function, script_line(sys._getframe(1), self.bottom))
+            line = script_line(sys._getframe(1), self.bottom) or self.called_at
+            module = _torch.running_module(sys._getframe(1), self.bottom) or self.outermost
+            if module is None:
+                return NOWHERE._replace(function=self.function, line=line)
+            name, model = self._names.get(id(module), ("", ""))
+            return Place(name, type(module).__name__, self.function, line, model)
         place: Place = node.metadata.get(_KEY) or NOWHERE
         function = place.function or node.name().removesuffix("Backward0").lower()
         # The backward of a Function of the script's, or a hook.
         in_backward = script_line(sys._getframe(1), self.bottom, of_backward=True)
-        return place._replace(function=function, line=in_backward or place.line)
+        return place._replace(function=function, line=in_backward or place.line or self.called_at)
+
+
+def _caller_of(func: Callable[..., object]) -> FrameType | None:
+    """The frame that has called ``func``, which has asked the mode."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename == torch.overrides.__file__:
+        frame = frame.f_back
+    is_func_itself = frame is not None and frame.f_code is getattr(func, "__code__", None)
+    return frame.f_back if is_func_itself and frame is not None else frame

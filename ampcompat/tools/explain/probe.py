@@ -6,9 +6,11 @@ an output or a gradient. So every non-finite tensor carries its origin, the op t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +21,7 @@ from ampcompat import _torch
 from ampcompat.tools.core import HALF_DTYPES, Args, Kwargs, map_tree, master_of, tensors_in
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.places import Place, Places
+from ampcompat.tools.frames import is_called_by_amp
 from ampcompat.tools.tensors import count_not_finite, covers_storage, is_finite, largest, readable, storage
 
 _CHEAP = ("_to_copy", "sqrt", "add", "clamp", "view", "expand", "unsqueeze", "clamp_min", "detach", "maximum", "copy_")
@@ -28,7 +31,9 @@ _CHEAP = ("_to_copy", "sqrt", "add", "clamp", "view", "expand", "unsqueeze", "cl
 GIVEN = ("input", "parameter", "buffer")
 #: And what is handed to an op from nowhere that was seen, such as the class weights of a loss.
 ARGUMENT = "argument"
-
+#: What another rank has added, and what amp works with and no op has made that was seen: the cause is elsewhere.
+COLLECTIVE, UNSEEN = "collective", "unseen"
+_COLLECTIVES = ("c10d", "_c10d_functional")
 
 #: Rows that are written out.
 SHOWN_ROWS = 8
@@ -54,12 +59,12 @@ class Made:
             one = one.before
 
 
-@dataclass
+@dataclass(eq=False)
 class Event:
     """The birth of something non-finite.
 
     Attributes:
-        op: The op's name, as in "mm"; or one of :data:`GIVEN`, or :data:`ARGUMENT`.
+        op: The op's name, as in "mm"; or one of :data:`GIVEN`, or ARGUMENT, COLLECTIVE or UNSEEN.
         backward: Whether the engine ran it.
         dtype: Dtype of its result.
         value: The largest magnitude of its result, computed again in float32 from the same inputs; inf or NaN if it is
@@ -73,6 +78,7 @@ class Event:
         node: Name of the autograd node, in backward.
         given: For :data:`ARGUMENT`: which tensor it is.
         rows: For what came from outside: which rows are not finite, as in ", in row 3".
+        largest_gradient: The largest gradient of its backward pass without the loss scale; None where it is not known.
     """
 
     op: str
@@ -89,6 +95,7 @@ class Event:
     node: str = ""
     given: str = ""
     rows: str = ""
+    largest_gradient: float | None = None
 
     @property
     def out_of_range(self) -> bool:
@@ -125,6 +132,11 @@ class Call:
     kwargs: Kwargs
     #: By id, float32 copies of the half tensors that it writes in place, as they were before.
     before: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether it brings values of other ranks."""
+        return self.func.namespace in _COLLECTIVES
 
     def __post_init__(self) -> None:
         for argument in self.func._schema.arguments:
@@ -201,10 +213,14 @@ class Call:
 
 
 class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context that examines the result of every op. Reads the device at each: for replays only.
+    """Context that examines the result of every op. Reads the device at each: not for a run that is well.
 
     Args:
         places: Knows where ops come from; entered around the probe.
+
+    Attributes:
+        events: What was born, in order.
+        largest_gradient: The largest finite result in half that the engine's ops had.
     """
 
     def __init__(self, places: Places) -> None:
@@ -213,15 +229,36 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.origins: dict[int, Event] = {}
         self.made: dict[int, Made] = {}
         self.events: list[Event] = []
+        self.largest_gradient = 0.0
+        self._is_paused = False
 
-    def given(self, tensor: torch.Tensor, op: str, name: str) -> None:
-        """Note a tensor that came from outside, if it is not finite."""
-        if is_finite(tensor):
-            return
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, ops are a tool's own, and not looked at."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def given_to(self, model: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
+        """Note what ``model`` gets and holds that is not finite, and comes from nowhere that was seen."""
+        kind = type(model).__name__
+        inputs = [(str(number), tensor) for number, tensor in enumerate(tensors_in((args, kwargs)))]
+        for op, tensors in (
+            ("input", inputs),
+            ("parameter", model.named_parameters()),
+            ("buffer", model.named_buffers()),
+        ):
+            for name, tensor in tensors:
+                if not is_finite(tensor) and storage(tensor) not in self.origins:
+                    self._given(tensor, op, name, kind)
+
+    def _given(self, tensor: torch.Tensor, op: str, name: str, model: str) -> None:
         master = master_of(tensor)
         event = Event(
             op=op,
-            place=Place(name, "", "", None),
+            place=Place(name, "", "", None, model),
             backward=False,
             dtype=tensor.dtype,
             value=largest(tensor if master is None else master.value),
@@ -240,6 +277,8 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
+        if self._is_paused:
+            return func(*args, **(kwargs or {}))
         call = Call(func, args, kwargs or {})
         result = func(*call.args, **call.kwargs)
         for out in tensors_in(result):
@@ -255,7 +294,10 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = self._made(call, out, sources)
         if not is_view:
             self.made[storage(out)] = made
+        node = _torch.current_node()
         if made.largest < float("inf"):
+            if node is not None and out.dtype in HALF_DTYPES:
+                self.largest_gradient = max(self.largest_gradient, made.largest)
             if not is_view and covers_storage(out):
                 self.origins.pop(storage(out), None)
             return
@@ -265,9 +307,8 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 origin.spread = made.place
             self.origins[storage(out)] = origin
             return
-        node = _torch.current_node()
         event = Event(
-            op=call.name,
+            op=COLLECTIVE if call.is_collective else call.name,
             place=made.place,
             backward=node is not None,
             dtype=out.dtype,
@@ -308,7 +349,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         place = self.places.here()
         event = Event(
-            op=ARGUMENT,
+            op=UNSEEN if is_called_by_amp(sys._getframe()) else ARGUMENT,
             place=place,
             backward=_torch.current_node() is not None,
             dtype=unknown.dtype,

@@ -15,29 +15,20 @@ from ampcompat.tools.core import Args, Kwargs, map_tree, observers, tensors_in
 from ampcompat.tools.explain.forwards import Forward, as_it_was
 from ampcompat.tools.explain.places import Places
 from ampcompat.tools.explain.probe import Event, Probe
-from ampcompat.tools.frames import ScriptLine
 from ampcompat.tools.tensors import is_finite
 
 
 @dataclass
 class Finding:
-    """Hold the result of a replay.
+    """Hold what running a forward again has shown.
 
     Attributes:
-        event: The fault, or None where the replay stayed finite.
-        model: Class name of the model.
+        event: The fault, or None where everything stayed finite.
         entered: Whether the gradient that came into the model was not finite already.
-        has_moved: Whether the weights were written since the forward.
-        caveat: What makes the replay unlike the run, if anything.
-        called_at: The line of the script that called the model.
     """
 
-    event: Event | None
-    model: str
+    event: Event | None = None
     entered: bool = False
-    has_moved: bool = False
-    caveat: str = ""
-    called_at: ScriptLine | None = None
 
 
 def replay(forward: Forward, model: torch.nn.Module, backward: bool) -> Finding:
@@ -46,35 +37,39 @@ def replay(forward: Forward, model: torch.nn.Module, backward: bool) -> Finding:
     Nothing of the run changes: generators and buffers are put back, gradients are not accumulated.
 
     Args:
-        forward: A forward.
+        forward: A forward that can be run again.
         model: Its model.
         backward: Run the backward too, from the gradients that the outputs got.
     """
-    names = {id(module): name for name, module in model.named_modules()}
-    finding = Finding(
-        None,
-        type(model).__name__,
-        has_moved=forward.has_moved,
-        caveat=_caveat(forward),
-        called_at=forward.called_at,
-    )
-    places = Places(names, sys._getframe())
-    places.modules.stack.append(("", finding.model))  # its forward is called past the hooks that would say so
+    places = Places([model], model, sys._getframe(), forward.called_at)
     probe = Probe(places)
     with run_again(forward, model) as (args, kwargs, leaves), places:
-        for number, tensor in enumerate(tensors_in((args, kwargs))):
-            probe.given(tensor, "input", str(number))
-        for name, tensor in model.named_parameters():
-            probe.given(tensor, "parameter", name)
-        for name, tensor in model.named_buffers():
-            probe.given(tensor, "buffer", name)
+        probe.given_to(model, args, kwargs)
         with probe:
             output = model.forward(*args, **kwargs)
         outputs = tensors_in(output)
-        finding.event = probe.origin(outputs)
-        if finding.event is None and backward:
-            finding.event = _backward(forward, model, outputs, leaves, probe, finding)
-    return finding
+        event = probe.origin(outputs)
+        if event is not None or not backward:
+            return Finding(event)
+        pairs = received(forward, outputs)
+        if not all(is_finite(grad) for _, grad in pairs):
+            return Finding(entered=True)
+        with probe:
+            grads = run_backward(model, pairs, leaves)
+        event = probe.origin(grads)
+        if event is not None and event.depends_on_scale and forward.block is not None:
+            event.largest_gradient = _largest_unscaled(places, model, pairs, leaves, forward.block.scale)
+    return Finding(event)
+
+
+def _largest_unscaled(
+    places: Places, model: torch.nn.Module, pairs: Pairs, leaves: list[torch.Tensor], scale: float
+) -> float | None:
+    """The largest half gradient of a backward without the loss scale; None where float16 does not hold that either."""
+    probe = Probe(places)
+    with probe:
+        grads = run_backward(model, [(output, grad / scale) for output, grad in pairs], leaves)
+    return probe.largest_gradient if all(map(is_finite, grads)) else None
 
 
 @contextlib.contextmanager
@@ -122,38 +117,23 @@ def _copied(value: object, detached: Callable[[torch.Tensor], torch.Tensor]) -> 
     return changed
 
 
-def _backward(
-    forward: Forward,
-    model: torch.nn.Module,
-    outputs: list[torch.Tensor],
-    leaves: list[torch.Tensor],
-    probe: Probe,
-    finding: Finding,
-) -> Event | None:
-    if not all(is_finite(grad) for _, grad in received(forward, outputs)):
-        finding.entered = True
-        return None
-    with probe:
-        grads = run_backward(forward, model, outputs, leaves)
-    return probe.origin(grads)
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def received(forward: Forward, outputs: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def received(forward: Forward, outputs: list[torch.Tensor]) -> Pairs:
     """Those of ``outputs`` that got a gradient in the run, each with that."""
     differentiable = [output for output in outputs if output.requires_grad]
     pairs = zip(differentiable, forward.grads, strict=False)
     return [(output, grad) for output, grad in pairs if grad is not None]
 
 
-def run_backward(
-    forward: Forward, model: torch.nn.Module, outputs: list[torch.Tensor], leaves: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    """The gradients of ``leaves`` and parameters, from those that the outputs got; none is accumulated."""
-    pairs = received(forward, outputs)
+def run_backward(model: torch.nn.Module, pairs: Pairs, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of ``leaves`` and parameters, from those that outputs got; none is accumulated."""
     wanted = [*leaves, *(p for p in model.parameters() if p.requires_grad)]
     if not pairs or not wanted:
         return []
-    grads = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+    outputs, received_grads = zip(*pairs, strict=True)
+    grads = torch.autograd.grad(outputs, wanted, received_grads, retain_graph=True, allow_unused=True)
     return [grad for grad in grads if grad is not None]
 
 
@@ -165,14 +145,6 @@ def _unobserved() -> Iterator[None]:
         yield
     finally:
         observers()[:] = held
-
-
-def _caveat(forward: Forward) -> str:
-    if forward.overwritten:
-        return "The inputs were written since the forward, so what was run again is not quite the same batch."
-    if forward.has_moved:
-        return "The weights were written since the forward, so what was run again is not quite the same."
-    return ""
 
 
 def runs_alone(model: torch.nn.Module) -> bool:

@@ -1,18 +1,19 @@
-"""Tell an ordinary back-off of the loss scale from a fault, and sum up a run at its end."""
+"""Tell an ordinary back-off of the loss scale from a fault, and count the steps of a run."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from typing import Any, NamedTuple
+from collections import deque
+from typing import NamedTuple
 
-from ampcompat.tools.core import Optimizer, was_skipped
+from ampcompat.tools.core import Optimizer, rank, was_skipped
 from ampcompat.tools.explain.messages import Message
 from ampcompat.tools.explain.underflow import Underflow
+from ampcompat.tools.explain.verdict import Account
 
 #: The last steps of an optimizer that are looked at. A scale that begins at 65536 is below 1 after 17 skips.
 WINDOW = 20
-#: Keys of steps that were looked at in vain; of the latter it is known that code after the models lost them.
-UNKNOWN, AFTER_MODELS = "unknown", "after the models"
+#: How far a step of a known cause may be from one that it explains.
+NEAR = 50
 
 
 class BackOff:
@@ -36,6 +37,18 @@ class BackOff:
         return f"{sum(self._last)} of the last {len(self._last)} steps"
 
 
+class Unknown(NamedTuple):
+    """The key of steps whose cause is not known.
+
+    Attributes:
+        what: What was not finite: "loss" or "gradients".
+        was_looked_into: Whether it was looked for.
+    """
+
+    what: str
+    was_looked_into: bool = True
+
+
 class Held(NamedTuple):
     """An explanation that is held back, and its cause; "" where that was not found."""
 
@@ -48,43 +61,61 @@ class Tally:
 
     Attributes:
         steps: Steps of all optimizers.
-        skipped: Those that were skipped.
-        not_finite: Those that were made with a loss or gradient that is not finite, or that wrote such weights.
-        scale: What became of the loss scale at the latest of these, as in "came down to 128".
+        scale: What became of the loss scale at the latest skipped step, as in "came down to 128".
         has_told_unknown: Whether it was told of a lost step that its cause was not found.
         underflow: The latest step whose gradients were too small, if the latest steps were so.
     """
 
     def __init__(self) -> None:
-        self.steps = self.skipped = self.not_finite = 0
+        self.steps = 0
         self.scale = ""
         self.has_told_unknown = False
         self.underflow: Underflow | None = None
-        self._lost_to: Counter[object] = Counter()
-        self._explained: dict[object, str] = {}  # causes by the keys of their faults
+        self._skipped: list[int] = []  # numbers of steps
+        self._not_finite: list[int] = []
+        self._found: dict[Unknown, list[tuple[int, object]]] = {}  # steps like these that are known to be lost to a key
+        self._unseen: list[int] = []
+        self._lost_to: dict[int, object] = {}  # keys of faults by numbers of steps
+        self._known: dict[object, str] = {}  # causes by the keys of their faults
         self._held: dict[object, Held] = {}  # what may be ordinary back-offs of the scale, the latest last
 
     def on_step(self, optimizer: Optimizer, skipped: bool | None) -> None:
         """Count a step. A host sync where only the device knows whether it was skipped."""
         self.steps += 1
-        self.skipped += was_skipped(optimizer, skipped)
+        if was_skipped(optimizer, skipped):
+            self._skipped.append(self.steps)
 
     # -- causes ------------------------------------------------------------------------------------------------------
-    def lose(self, key: object) -> None:
-        """Note a step that was lost to the fault of ``key``."""
-        self._lost_to[key] += 1
+    def lose(self, key: object, skipped: bool) -> None:
+        """Note that this step was lost to the fault of ``key``; one that was not skipped was not finite."""
+        self._lost_to[self.steps] = key
+        if isinstance(key, Unknown) and not key.was_looked_into:
+            self._unseen.append(self.steps)
+        if not skipped:
+            self._not_finite.append(self.steps)
 
-    def rename(self, unknown: object, key: object) -> None:
-        """Note that steps that were lost to ``unknown`` were lost to the fault of ``key``."""
-        self._lost_to[key] += self._lost_to.pop(unknown, 0)
+    def find(self, what: str, key: object, was_watched: bool) -> None:
+        """Note that the fault of ``key`` has lost the coming step, whose ``what`` was not finite.
 
-    def explain(self, key: object, cause: str) -> None:
-        """Note that the fault of ``key`` was explained, and what the verdict calls it."""
-        self._explained.setdefault(key, cause)
+        What only the watch shows is likely to have lost the steps near it, too, that no forward explains.
+        """
+        kinds = [Unknown(what, False), Unknown(what)] if was_watched else [Unknown(what, False)]
+        for kind in kinds:
+            self._found.setdefault(kind, []).append((self.steps + 1, key))
+            if kind.was_looked_into:
+                self._held.pop(kind, None)
 
-    def is_explained(self, key: object) -> bool:
-        """Whether the fault of ``key`` was explained."""
-        return key in self._explained
+    def has_found(self, unknown: Unknown) -> bool:
+        """Whether a step like those of ``unknown`` is known to be lost to a fault."""
+        return unknown in self._found
+
+    def know(self, key: object, cause: str) -> None:
+        """Note the cause that the verdict names for ``key``."""
+        self._known.setdefault(key, cause)
+
+    def is_known(self, key: object) -> bool:
+        """Whether the fault of ``key`` has a cause that the verdict names."""
+        return key in self._known
 
     def hold(self, key: object, message: Message, cause: str = "") -> None:
         """Keep the explanation of what may be an ordinary back-off until that is known; ``cause`` is "" for none."""
@@ -93,7 +124,7 @@ class Tally:
 
     def is_costly(self, key: object) -> bool:
         """Whether the fault of ``key`` is held back, and has cost more steps than an ordinary back-off does."""
-        return key in self._passed and self._lost_to[key] > WINDOW / 2
+        return key in self._passed and len(self._steps_of(key)) > WINDOW / 2
 
     def release(self, key: object = None) -> Message | None:
         """The explanation that is held back for ``key``, or the latest: it is told now. None where there is none."""
@@ -101,100 +132,59 @@ class Tally:
         if not keys:
             return None
         held = self._held[keys[-1]]
-        self.explain(keys[-1], held.cause)
+        self.know(keys[-1], held.cause)
         return held.message
-
-    # -- the end -----------------------------------------------------------------------------------------------------
-    @property
-    def _lost(self) -> int:
-        return self.skipped + self.not_finite
-
-    @property
-    def _is_mostly_lost(self) -> bool:
-        return 2 * self.skipped > self.steps
 
     @property
     def _passed(self) -> dict[object, str]:
         """Faults that cost steps and may be gone at a lower scale: they were held back, and never explained."""
-        held = self._held.items()
-        return {key: one.cause for key, one in held if one.cause and key not in self._explained}
+        return {key: one.cause for key, one in self._held.items() if one.cause and key not in self._known}
 
-    @property
-    def _is_ordinary(self) -> bool:
-        """Whether an ordinary back-off of the scale is all that there was."""
-        is_known = self.not_finite == 0 and not self._explained and not self._is_mostly_lost
-        return is_known and self.skipped > 0 and not self.has_told_unknown
+    def _steps_of(self, key: object) -> list[int]:
+        return [step for step, its in self._lost_to.items() if its == key]
 
-    def last_words(self) -> list[Message]:
-        """What is to be told when the run ends: the verdict, and before it what was held back without need."""
-        if self.steps == 0:
-            return []
-        found = []
-        if not self._explained and self._is_mostly_lost:
-            message = self.release()
-            if message is None and self._held and not self.has_told_unknown:
-                message = [*self._held.values()][-1].message
-            if message is not None:
-                found.append(message)
-        causes = [{"cause": cause, "steps": self._lost_to[key]} for key, cause in self._in_order()]
-        content: dict[str, Any] = {
-            "steps": self.steps,
-            "skipped": self.skipped,
-            "not_finite": self.not_finite,
-            "causes": causes,
-            "underflow": None if self.underflow is None else self.underflow.as_dict(),
-        }
-        return [*found, Message("verdict", self._verdict(), content=content)]
+    # -- the end -----------------------------------------------------------------------------------------------------
+    def last_explanation(self) -> Message | None:
+        """What was held back without need: most steps were skipped, and nothing else explains it."""
+        is_mostly_skipped = 2 * len(self._skipped) > self.steps
+        if self._known or not is_mostly_skipped:
+            return None
+        message = self.release()
+        if message is None and self._held and not self.has_told_unknown:
+            message = [*self._held.values()][-1].message
+        return message
 
-    def _in_order(self) -> list[tuple[object, str]]:
-        """The explained faults, those that cost most steps first."""
-        return sorted(self._explained.items(), key=lambda fault: -self._lost_to[fault[0]])
+    def account(self) -> Account:
+        """What this process knows.
 
-    def _verdict(self) -> str:
-        if self._is_ordinary:
-            said = f"{self._counts()} while the loss scale {self.scale}: that is normal"
-        elif self._lost:
-            said = f"{self._counts()}; {self._causes()}"
-        elif self._explained:
-            said = f"{self._counts()}; a batch was lost to {' and to '.join(self._explained.values())}"
-        else:
-            said = self._counts()
-        return f"{said}." if self.underflow is None else f"{said}, but {self.underflow}."
+        A step whose cause is not known is put down to that of the nearest like it.
+        """
+        for step, key in self._lost_to.items():
+            if isinstance(key, Unknown):
+                self._lost_to[step] = self._key_near(step, key)
+        return Account(
+            rank=rank(),
+            steps=self.steps,
+            skipped=self._skipped,
+            not_finite=self._not_finite,
+            causes=self._by_cause(self._known),
+            passed=self._by_cause(self._passed),
+            unknown=[step for step, key in self._lost_to.items() if isinstance(key, Unknown)],
+            unseen=self._unseen,
+            has_told_unknown=self.has_told_unknown,
+            scale=self.scale,
+            underflow="" if self.underflow is None else str(self.underflow),
+        )
 
-    def _counts(self) -> str:
-        steps = f"{self.steps} step{'s' if self.steps > 1 else ''}"
-        if self._lost == 0:
-            return f"none of {steps} was skipped"
-        counts = []
-        if self.skipped:
-            counts.append(f"{self.skipped} of {steps} {_were(self.skipped)} skipped")
-        if self.not_finite:
-            counts.append(f"{self.not_finite} of {steps} had a loss, a gradient or a weight that is not finite")
-        return ", ".join(counts)
+    def _key_near(self, step: int, unknown: Unknown) -> object:
+        known = self._found.get(unknown, [])
+        if unknown.was_looked_into:
+            known = [one for one in known if abs(one[0] - step) <= NEAR]
+        _, key = min(known, key=lambda one: abs(one[0] - step), default=(0, unknown))
+        return key
 
-    def _causes(self) -> str:
-        """What the lost steps were lost to, all of them."""
-        told = [(self._lost_to[key], cause) for key, cause in self._in_order()]
-        passed = self._passed
-        if self._is_mostly_lost:  # a scale that costs most steps is not normal
-            told += [(self._lost_to[key], cause) for key, cause in passed.items()]
-            passed = {}
-        ordinary = sum(self._lost_to[key] for key in passed)
-        unknown = self._lost_to[UNKNOWN] + self._lost_to[AFTER_MODELS]
-        unseen = self._lost - sum(count for count, _ in told) - unknown - ordinary
-        parts: list[str] = []
-        for count, cause in told:
-            of_which = "" if count >= self._lost else f" of {count} of these"
-            parts.append(f"that of {count} is {cause}" if parts else f"the cause{of_which} is {cause}")
-        if unknown:
-            of_which = "" if unknown >= self._lost else f" of {unknown} of these"
-            parts.append(f"the cause{of_which} was not found")
-        if ordinary:
-            parts.append(f"{ordinary} {_were(ordinary)} lost while the loss scale {self.scale}, which is normal")
-        if unseen > 0:
-            parts.append(f"{unseen} {_were(unseen)} lost after the last explanation")
-        return "; ".join(parts)
-
-
-def _were(count: int) -> str:
-    return "was" if count == 1 else "were"
+    def _by_cause(self, causes: dict[object, str]) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for key, cause in causes.items():
+            found.setdefault(cause, []).extend(self._steps_of(key))
+        return found

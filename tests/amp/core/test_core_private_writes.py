@@ -185,26 +185,6 @@ def started_with_gradients(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_scaled_gradients_that_a_script_has_unscaled_itself(level):
-    """``params_have_scaled_gradients = False``: what is in ``p.grad`` is not divided again."""
-    model, optimizer, by_amp = started_with_gradients(level)
-    backward(model, optimizer, 1, delay_unscale=True)
-    optimizer._amp_stash.params_have_scaled_gradients = False
-    assert optimizer._amp_stash.params_have_scaled_gradients is False
-    for param in model.parameters():
-        param.grad.div_(128.0)
-    if level == "O1":
-        assert same([p.grad for p in amp.master_params(optimizer)], by_amp)
-        before = masters(optimizer)
-        optimizer.step()
-        moved = [(b - a) for a, b in zip(masters(optimizer), before, strict=True)]
-        # The difference of two weights of about 1 has the rounding error of a weight.
-        assert all(torch.allclose(m, 0.1 * g, atol=1e-7) for m, g in zip(moved, by_amp, strict=True))
-    optimizer.zero_grad()
-    train(model, optimizer, 2)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_dropped_scaled_gradients_do_not_come_back(level):
     """A script clears the gradients and writes ``params_have_scaled_gradients = False``."""
     model, optimizer = start(level)
@@ -219,18 +199,6 @@ def test_dropped_scaled_gradients_do_not_come_back(level):
     assert same(got, [p.grad for p in amp.master_params(optimizer)])
     optimizer.step()
     assert not amp.step_was_skipped(optimizer)
-
-
-def test_dropping_pending_gradients_keeps_earlier_ones():
-    """``params_have_scaled_gradients = False`` drops the scaled ones; those unscaled before come back."""
-    model, optimizer = start("O1", loss_scale=128.0)
-    backward(model, optimizer, 1)
-    one = [p.grad.clone() for p in model.parameters()]
-    backward(model, optimizer, 2, delay_unscale=True)
-    for param in model.parameters():
-        param.grad = None
-    optimizer._amp_stash.params_have_scaled_gradients = False
-    assert same([p.grad for p in model.parameters()], one)
 
 
 @pytest.mark.parametrize("written", [True, False])

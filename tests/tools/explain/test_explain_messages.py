@@ -10,10 +10,8 @@ from torch import nn
 
 from ampcompat import amp
 from ampcompat.amp.observers import observers
-from ampcompat.amp.scaler import LossScaler
-from ampcompat.tools.explain import explain_as, explain_as_asked, unknown
+from ampcompat.tools.explain import explain_as, explain_as_asked
 from ampcompat.tools.explain.observer import OverflowExplainer
-from ampcompat.tools.explain.replay import Finding
 
 
 def started():
@@ -99,12 +97,6 @@ def test_other_ranks_tell_the_faults_of_their_own_batches(capsys, monkeypatch):
     amp.explain_overflows(limit=1, json=True)
     train(lambda p: torch.optim.SGD(p, lr=0.1), "O1", 1, lambda: nn.Linear(2, 2), x)
     assert [(one["explain"], one["rank"]) for one in lines(capsys.readouterr().err)] == [("fault", 1)]
-
-
-def test_an_unexplained_skip_may_come_from_another_rank(monkeypatch):
-    monkeypatch.setattr(unknown, "has_other_ranks", lambda: True)
-    head = unknown.unknown_message("Step 1 was skipped.", [Finding(None, "Net")], 1, LossScaler("dynamic")).head
-    assert "it may be the code outside of them, or another rank, whose gradients are added." in head
 
 
 def test_the_script_ends_after_as_many_faults_as_asked(capsys):

@@ -250,8 +250,9 @@ def test_a_fault_is_told_once_and_the_limit_ends_it(capsys):
     assert out.count("input 0 was not finite") == 1
     assert out.count("too large for float16") == 1
     assert out.count("that was the last explanation") == 1
-    (tally,) = observers()  # nothing is kept any more, steps are counted
-    assert (tally.steps, tally.skipped) == (4, 4)
+    verdict = last_words()[-1]
+    assert (verdict.content["steps"], verdict.content["skipped"]) == (4, 4)
+    assert len(verdict.content["causes"]) == 2
 
 
 def test_a_batch_that_cannot_be_run_again_does_not_stop_the_run(capsys):
@@ -274,7 +275,8 @@ def test_a_batch_that_cannot_be_run_again_does_not_stop_the_run(capsys):
     assert torch.is_autocast_enabled("cpu")
 
 
-def test_inputs_that_were_written_since_are_mentioned(capsys):
+def test_a_batch_that_was_written_since_is_not_run_again(capsys):
+    """Another batch lies there by then, whose values say nothing."""
     model = nn.Linear(4, 4)
     model, optimizer = initialized(model, "O1")
     explain_overflows()
@@ -282,7 +284,7 @@ def test_inputs_that_were_written_since_are_mentioned(capsys):
     loss = model(x).mean()
     x.fill_(float("inf"))
     make_step(optimizer, loss)
-    assert "The inputs were written since the forward" in capsys.readouterr().err
+    assert "input" not in capsys.readouterr().err
 
 
 @dataclasses.dataclass(frozen=True)
@@ -352,17 +354,19 @@ class WritesItsBatch(nn.Module):
         return torch.log(self.fc(x) * 0)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("kind", BATCHES)
 def test_what_a_forward_writes_into_its_batch_is_written_once(kind, level, capsys):
+    """Where that can be seen, the batch is not run again: it is not what the forward got."""
     pack, read = BATCHES[kind]
     model = WritesItsBatch(read)
     model, optimizer = initialized(model, level)
     explain_overflows()
-    batch = pack(torch.zeros(2, 4))
-    make_step(optimizer, model(batch).float().mean())
+    for _ in range(2):
+        batch = pack(torch.zeros(2, 4, dtype=torch.float32 if level == "O1" else torch.half))
+        make_step(optimizer, model(batch).float().mean())
+        assert torch.equal(read(batch).float(), torch.ones(2, 4))
     assert "torch.log(" in capsys.readouterr().err
-    assert torch.equal(read(batch), torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("empty", [list, dict, set])
@@ -459,28 +463,15 @@ def test_a_lost_weight_is_not_told_as_a_fault_of_its_own(capsys):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler's own
-@pytest.mark.parametrize("level", [pytest.param("O0", marks=pytest.mark.slow), "O1"])
-def test_a_compiled_model_cannot_be_run_again(capsys, level):
-    """The message says how to start the script instead."""
+def test_a_compiled_model_is_watched(capsys):
+    """It cannot be run again; torch runs it uncompiled where a mode wants to see its ops."""
     torch._dynamo.reset()
     model = nn.Linear(8, 8)
-    model, optimizer = initialized(model, level)
+    model, optimizer = initialized(model, "O1")
     explain_overflows()
     fast = torch.compile(model, backend="aot_eager")
     for _ in range(2):
         make_step(optimizer, fast(torch.full((2, 8), 1e38)).float().pow(2).mean())
-    out = capsys.readouterr().err
-    assert out.count("ampcompat explain: ") == 1
-    assert "Start the script once with TORCHDYNAMO_DISABLE=1 in its environment, or on one device" in out
-    assert "is watched from now on" not in out
-
-
-def test_replicas_are_said_to_be_ones_that_cannot_be_run_again(capsys):
-    model = nn.Linear(8, 8)
-    model, optimizer = initialized(model, "O1")
-    explain_overflows()
-    replica = model._replicate_for_data_parallel()
-    replica._parameters = dict(model._parameters)
-    replica.weight, replica.bias = model.weight, model.bias
-    make_step(optimizer, replica(torch.full((2, 8), 1e6)).float().mean())
-    assert "DataParallel replicas" in capsys.readouterr().err
+    first, second = capsys.readouterr().err.split("ampcompat explain: ")[1:]
+    assert "could not be run again as it was. The next 50 steps are watched as they run." in first
+    assert "is too large for float16, to which linear casts it" in second

@@ -7,7 +7,8 @@ import math
 import torch
 
 from ampcompat import _torch
-from ampcompat.tools.core import LossScaler, Numbers, Optimizer, master_of, numbers_of
+from ampcompat.tools.core import LossScaler, Optimizer, master_of
+from ampcompat.tools.explain.forwards import Block
 from ampcompat.tools.explain.growth import History, Sizes
 from ampcompat.tools.explain.tally import BackOff
 from ampcompat.tools.explain.underflow import (
@@ -30,8 +31,9 @@ class Steps:
         made: The number of the last that was not skipped; 0 before.
         back_off: Which of the last steps were skipped.
         lost_to: The key of the fault that the step to come is known to be lost to; None where it may be well.
-        scaler: The scaler of the last block; None before the first.
-        is_watched: Whether weights and state were finite when they were last looked at.
+        block: The last block; None before the first.
+        last_blocks: Those since the step before, by their scalers.
+        is_finite: Whether weights and state were finite when they were last looked at.
         history: How large the weights were, after each of the last steps.
     """
 
@@ -39,22 +41,25 @@ class Steps:
         self.seen = self.made = 0
         self.back_off = BackOff()
         self.lost_to: object = None
-        self.scaler: LossScaler | None = None
+        self.block: Block | None = None
         self.history = History()
-        self._numbers: dict[LossScaler, Numbers] = {}  # of the blocks since the last step, on their way to the host
+        self.last_blocks: dict[LossScaler, Block] = {}
+        self._has_stepped = False
         self._scales: dict[LossScaler, tuple[float, int]] = {}  # and the step that each came with
         self._look(optimizer)
 
     def _look(self, optimizer: Optimizer) -> None:
         """Look at the weights as something other than a step has written them. One host sync."""
-        self.is_watched, _, sizes = _examine(optimizer)
+        self.is_finite, _, sizes = _examine(optimizer)
         self._versions = _versions(optimizer)
         self.history.begin(sizes)
 
-    def begin_block(self, optimizer: Optimizer, scaler: LossScaler) -> None:
-        """Note the scale, and look at weights that something other than a step has written."""
-        self.scaler = scaler
-        self._numbers[scaler] = numbers_of(scaler)
+    def begin_block(self, optimizer: Optimizer, block: Block) -> None:
+        """Note a block, and look at weights that something other than a step has written."""
+        if self._has_stepped:
+            self._has_stepped = False
+            self.last_blocks = {}
+        self.block = self.last_blocks[block.scaler] = block
         if self.lost_to is not None and not gradients_of(optimizer):
             self.lost_to = None  # the script has dropped that batch
         self.look_at_written(optimizer)
@@ -64,19 +69,18 @@ class Steps:
 
         The step to come is to answer for its own writing alone.
         """
-        if self.is_watched and self._versions != _versions(optimizer):
+        if self.is_finite and self._versions != _versions(optimizer):
             self._look(optimizer)
 
     def end(self, skipped: bool) -> None:
         """Note that a step was made or skipped, and the scales of its blocks."""
         self.seen += 1
         self.back_off.add(skipped)
-        for scaler, numbers in self._numbers.items():
-            scale, _ = numbers if isinstance(numbers, tuple) else numbers.read()
+        self._has_stepped = True
+        for scaler, block in self.last_blocks.items():
             known, _ = self._scales.get(scaler, (math.nan, 0))
-            if scale != known:
-                self._scales[scaler] = scale, self.seen
-        self._numbers = {}
+            if block.scale != known:
+                self._scales[scaler] = block.scale, self.seen
 
     def after(self, optimizer: Optimizer) -> tuple[Written | None, Underflow | None]:
         """Look at what a step that was made has written, and at its gradients: one host sync a device.
@@ -86,10 +90,10 @@ class Steps:
         """
         self.made = self.seen
         written = underflow = None
-        if self.is_watched:
-            self.is_watched, largest_grad, sizes = _examine(optimizer)
+        if self.is_finite:
+            self.is_finite, largest_grad, sizes = _examine(optimizer)
             self.history.add(sizes, optimizer)
-            if not self.is_watched and self.lost_to is None:  # otherwise the fault was told
+            if not self.is_finite and self.lost_to is None:  # otherwise the fault was told
                 written = first_written(optimizer)
             if largest_grad is not None and self._scales:
                 underflow = self._underflow(optimizer, largest_grad)

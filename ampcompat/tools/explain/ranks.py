@@ -1,0 +1,61 @@
+"""Gather what each rank knows when a run ends, through the store that its process group was made with.
+
+Every rank writes its account into the store, and rank 0 waits for all. The store outlives the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ampcompat import _torch
+from ampcompat.tools.core import rank
+from ampcompat.tools.explain.verdict import Account
+
+#: How long rank 0 waits for the others to end.
+PATIENCE = timedelta(seconds=10)
+
+
+class Ranks:
+    """The ranks of a run: this one, until its process group is seen.
+
+    Attributes:
+        count: How many there are.
+    """
+
+    def __init__(self) -> None:
+        word = os.environ.get("WORLD_SIZE", "")
+        self.count = int(word) if word.isdecimal() else 1
+        self._store: Any = None
+
+    def look(self) -> None:
+        """Keep the store of the process group, if there is a group by now."""
+        distributed = torch.distributed
+        if self._store is None and distributed.is_available() and distributed.is_initialized():
+            self.count = distributed.get_world_size()
+            self._rank = rank()
+            self._store = _torch.store_for("ampcompat explain")
+
+    def gather(self, own: Account) -> list[Account]:
+        """The accounts of all ranks on rank 0, as far as they come; elsewhere the ``own`` one."""
+        self.look()
+        if self._store is None or self.count < 2:
+            return [own]
+        own.rank = self._rank  # the group may be gone
+        accounts = [own]
+        with contextlib.suppress(RuntimeError):  # a rank that failed may have taken the store with it
+            if own.rank:
+                self._store.set(str(own.rank), json.dumps(asdict(own)))
+                return accounts
+            others = [str(other) for other in range(1, self.count)]
+            with contextlib.suppress(RuntimeError):
+                self._store.wait(others, PATIENCE)
+            came = [other for other in others if self._store.check([other])]
+            accounts += [Account(**json.loads(self._store.get(other))) for other in came]
+        return accounts

@@ -1,0 +1,161 @@
+"""The verdict: how many steps were lost on all ranks, and to what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Account:
+    """What one rank knows of its steps, as plain data: lists hold numbers of steps, from 1.
+
+    Attributes:
+        rank: Its number.
+        steps: How many steps there were.
+        skipped: Those that were skipped.
+        not_finite: Those that were made with a loss or gradient that is not finite, or that wrote such weights.
+        causes: What steps were lost to; also faults that cost no step.
+        passed: The same for what was lost while the loss scale came down: it may be normal.
+        unknown: Those whose cause was not found.
+        unseen: Those that were not looked into.
+        has_told_unknown: Whether it was told that a cause was not found.
+        scale: What became of the loss scale, as in "came down to 128".
+        underflow: What is said of gradients that were too small; "" where none were.
+    """
+
+    rank: int
+    steps: int
+    skipped: list[int]
+    not_finite: list[int]
+    causes: dict[str, list[int]]
+    passed: dict[str, list[int]]
+    unknown: list[int]
+    unseen: list[int]
+    has_told_unknown: bool
+    scale: str
+    underflow: str
+
+
+@dataclass
+class Cause:
+    """What steps were lost to.
+
+    Attributes:
+        text: In a few words.
+        steps: Numbers of these steps.
+        ranks: The ranks that have seen it.
+    """
+
+    text: str
+    steps: set[int] = field(default_factory=set)
+    ranks: list[int] = field(default_factory=list)
+
+
+class Verdict:
+    """The verdict of the first of some accounts, which takes in what the others have explained.
+
+    Args:
+        accounts: Those that there are, this rank's first.
+        ranks: How many ranks there are.
+    """
+
+    def __init__(self, accounts: Sequence[Account], ranks: int = 1) -> None:
+        self._own = accounts[0]
+        self.ranks = len(accounts)
+        self._all_ranks = ranks
+        self.skipped = set[int]().union(*(one.skipped for one in accounts))
+        self.not_finite = set[int]().union(*(one.not_finite for one in accounts))
+        self._lost = self.skipped | self.not_finite
+        self._is_mostly_skipped = 2 * len(self.skipped) > self._own.steps
+        self._has_told_unknown = any(one.has_told_unknown for one in accounts)
+        is_any_known = any(one.causes for one in accounts)
+        found: dict[str, Cause] = {}
+        for account in accounts:
+            told = account.causes
+            if self._is_mostly_skipped and not is_any_known:  # a scale that costs most steps is not normal
+                told = account.passed
+            for text, steps in told.items():
+                cause = found.setdefault(text, Cause(text))
+                cause.steps |= set(steps)
+                cause.ranks.append(account.rank)
+        self.causes = sorted(found.values(), key=lambda cause: -len(cause.steps))
+
+    def __str__(self) -> str:
+        own = self._own
+        if self._is_ordinary:
+            said = f"{self._counts()} while the loss scale {own.scale}: that is normal"
+        elif self._lost:
+            said = f"{self._counts()}; {'; '.join(self._parts())}"
+        elif self.causes:
+            said = f"{self._counts()}; a batch was lost to {' and to '.join(self._name(one) for one in self.causes)}"
+        else:
+            said = self._counts()
+        if self.ranks < self._all_ranks:
+            of_whom = "this rank" if self.ranks == 1 else f"{self.ranks} of {self._all_ranks} ranks"
+            said = f"On {of_whom}, {said}"
+        return f"{said}, but {own.underflow}." if own.underflow else f"{said}."
+
+    @property
+    def _is_ordinary(self) -> bool:
+        """Whether an ordinary back-off of the scale is all that there was, on every rank."""
+        is_known = not self.not_finite and not self.causes and not self._is_mostly_skipped
+        return is_known and bool(self.skipped) and not self._has_told_unknown
+
+    def _counts(self) -> str:
+        steps = f"{self._own.steps} step{'s' if self._own.steps > 1 else ''}"
+        if not self._lost:
+            return f"none of {steps} was skipped"
+        counts = []
+        if self.skipped:
+            counts.append(f"{len(self.skipped)} of {steps} {_were(len(self.skipped))} skipped")
+        if self.not_finite:
+            counts.append(f"{len(self.not_finite)} of {steps} had a loss, a gradient or a weight that is not finite")
+        return ", ".join(counts)
+
+    def _parts(self) -> list[str]:
+        """What the lost steps were lost to, all of them."""
+        lost = len(self._lost)
+        rest = set(self._lost)
+        parts: list[str] = []
+        for cause in self.causes:
+            count = len(cause.steps)
+            rest -= cause.steps
+            if not count:
+                continue
+            of_which = "" if count >= lost else f" of {count} of these"
+            is_first = not parts
+            parts.append(
+                f"the cause{of_which} is {self._name(cause)}" if is_first else f"that of {count} is {self._name(cause)}"
+            )
+        unknown = len(rest & set(self._own.unknown))
+        if unknown:
+            of_which = "" if unknown >= lost else f" of {unknown} of these"
+            parts.append(f"the cause{of_which} was not found")
+        ordinary = len(rest) - unknown
+        if ordinary:
+            parts.append(f"{ordinary} {_were(ordinary)} lost while the loss scale {self._own.scale}, which is normal")
+        unseen = len(self._lost & set(self._own.unseen))
+        if unseen:
+            parts.append(f"{unseen} of these {_were(unseen)} not looked into")
+        return parts
+
+    def _name(self, cause: Cause) -> str:
+        if self._own.rank in cause.ranks:
+            return cause.text
+        ranks = ", ".join(map(str, cause.ranks))
+        return f"{cause.text} (on rank{'s' if len(cause.ranks) > 1 else ''} {ranks})"
+
+    def as_dict(self) -> dict[str, object]:
+        """The same for a line of JSON."""
+        return {
+            "steps": self._own.steps,
+            "skipped": len(self.skipped),
+            "not_finite": len(self.not_finite),
+            "causes": [{"cause": cause.text, "steps": len(cause.steps), "ranks": cause.ranks} for cause in self.causes],
+            "ranks": self.ranks,
+        }
+
+
+def _were(count: int) -> str:
+    return "was" if count == 1 else "were"

@@ -1,0 +1,106 @@
+"""The probe in the run itself: entered after a step of an optimizer, left after its next.
+
+Between the two it sees every op of the script's, so that what is not finite in a loss or a gradient has an origin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ampcompat import _torch
+from ampcompat.tools.core import Args, Kwargs, live_models
+from ampcompat.tools.explain.places import Places
+from ampcompat.tools.explain.probe import ARGUMENT, COLLECTIVE, UNSEEN, Event, Probe
+
+#: Steps that are watched after one was lost, and in the whole run.
+STEPS, MOST_STEPS = 50, 200
+
+
+class Watch:
+    """Watch some steps after each that was lost and whose cause is not known.
+
+    Attributes:
+        left: How many steps are still to be watched.
+    """
+
+    def __init__(self) -> None:
+        self.left = 0
+        self._left_of_all = MOST_STEPS
+        self._places: Places | None = None
+        self._probe: Probe | None = None
+        self._optimizer: weakref.ref[Any] | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the probe is in the run."""
+        return self._probe is not None
+
+    def arm(self) -> int:
+        """Watch the next steps; returns how many."""
+        self.left = min(STEPS, self._left_of_all)
+        return self.left
+
+    def disarm(self) -> None:
+        """Watch no more steps: the birth of the value is known."""
+        self.left = 0
+
+    def after_step(self, optimizer: object) -> None:
+        """End the watch over a step of ``optimizer``; begin that over its next, if there is to be one."""
+        if self.is_on and self._optimizer is not None and self._optimizer() not in (optimizer, None):
+            return  # this one has begun with another optimizer
+        self.stop()
+        if self.left > 0:
+            self.left -= 1
+            self._left_of_all -= 1
+            self._start(optimizer)
+
+    def _start(self, optimizer: object) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._places = Places(live_models())
+        self._probe = Probe(self._places)
+        _torch.enter_outermost(self._places)
+        _torch.enter_outermost(self._probe)
+
+    def stop(self) -> None:
+        """Take the probe out of the run."""
+        if self._probe is not None:
+            _torch.leave_outermost(self._probe)
+            _torch.leave_outermost(self._places)
+            self._probe = self._places = None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, ops are explain's own."""
+        if self._probe is None:
+            yield
+        else:
+            with self._probe.paused():
+                yield
+
+    def given_to(self, model: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
+        """Note what comes into a forward and is not finite."""
+        if self._probe is not None:
+            self._probe.given_to(model, args, kwargs)
+
+    def origin(self, tensors: list[torch.Tensor]) -> Event | None:
+        """The origin of what is not finite in ``tensors``; None where no op shows it."""
+        if self._probe is None:
+            return None
+        event = self._probe.origin(tensors)
+        if event is None or event.op in (COLLECTIVE, UNSEEN):
+            return None
+        if event.op == "parameter":
+            # A static scale lets a loss that is not finite spoil the weights: the class weights of a loss came first.
+            arguments = [one for one in self._probe.events if one.op == ARGUMENT and one.names_the_argument]
+            return next(iter(arguments), event)
+        return event
+
+    def is_of_another_rank(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether what is not finite in ``tensors`` came with the gradients of another rank."""
+        event = None if self._probe is None else self._probe.origin(tensors)
+        return event is not None and event.op == COLLECTIVE

@@ -1,0 +1,87 @@
+"""The verdict speaks for all ranks: what one of them explained is not called normal by another."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[3]
+
+SCRIPT = """
+import os, sys
+import torch
+from apex import amp
+rank = int(os.environ["RANK"])
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 8)
+model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1e-3), opt_level="O1", verbosity=0)
+if "group" in sys.argv:
+    torch.distributed.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(model)
+for step in range(40):
+    x = torch.full((4, 8), 0.1 * step)
+    if rank == 1 and step % 5 == 3:
+        x[1, 2] = float("nan")
+    optimizer.zero_grad()
+    with amp.scale_loss(model(x).float().pow(2).mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+if "destroy" in sys.argv:
+    torch.distributed.destroy_process_group()
+"""
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def explained(tmp_path, *arguments):
+    """What each of two ranks writes, in lines of JSON."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    command = [sys.executable, "-m", "ampcompat", "run", "--explain=json", str(script), *arguments]
+    ranks = [
+        subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    errors = [rank.communicate(timeout=300)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    return [[json.loads(line) for line in error.splitlines() if line.startswith('{"explain"')] for error in errors]
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no process groups")
+@pytest.mark.parametrize("end", [pytest.param([], marks=pytest.mark.slow), ["destroy"]])
+def test_the_verdict_speaks_for_all_ranks(tmp_path, end):
+    first, second = explained(tmp_path, "group", *end)
+    verdict = first[-1]
+    cause = "input 0 of Linear, which was not finite"
+    assert verdict["explain"] == "verdict"
+    assert verdict["message"] == f"8 of 40 steps were skipped; the cause is {cause} (on rank 1)."
+    assert verdict["causes"] == [{"cause": cause, "steps": 8, "ranks": [1]}]
+    assert verdict["ranks"] == 2
+    assert [one["cause"] for one in second] == [cause]
+
+
+def test_where_ranks_cannot_be_asked_the_verdict_is_of_this_one(tmp_path):
+    """Two ranks without a process group, each with gradients of its own."""
+    first, second = explained(tmp_path)
+    assert first[-1]["message"] == (
+        "On this rank, 2 of 40 steps were skipped while the loss scale came down to 16384: that is normal."
+    )
+    assert first[-1]["ranks"] == 1

@@ -1,0 +1,187 @@
+"""Faults that running a forward again does not show: from the first lost step on, explain watches whole steps."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from amp_training import initialized, last_words, make_step
+from torch import nn
+
+from ampcompat import amp
+from ampcompat.tools.explain import explain_overflows
+
+WORDS = torch.linspace(-1, 1, 32).view(4, 8)
+
+
+def explanations(text):
+    """The explanations as dicts from labels to texts; "head" is the first line."""
+    found = []
+    for block in text.split("ampcompat explain: ")[1:]:
+        head, *lines = block.splitlines()
+        entry = {"head": head}
+        for label, value in re.findall(r"^  (\w+) +(.*)$", "\n".join(lines), re.MULTILINE):
+            entry.setdefault(label, value)
+        found.append(entry)
+    return found
+
+
+def started(model, level="O1", **options):
+    torch.manual_seed(0)
+    model, optimizer = initialized(model, level, lr=1e-6, **options)
+    explain_overflows()
+    return model, optimizer
+
+
+def gradient_penalty(steps=12):
+    """Its norm is 0 where the critic does not depend on the input: the root has no gradient there."""
+    critic = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    nn.init.constant_(critic[0].bias, -100.0)
+    critic, optimizer = started(critic)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        mixed = WORDS.clone().requires_grad_()
+        loss = critic(WORDS).float().mean() - critic(-WORDS).float().mean()
+        (grad,) = torch.autograd.grad(critic(mixed).float().sum(), mixed, create_graph=True)
+        penalty = ((grad.pow(2).sum(1).sqrt() - 1) ** 2).mean()  # here
+        make_step(optimizer, loss + penalty)
+
+
+def reused_buffer(steps=6):
+    """The batch lies in one tensor, which holds the next batch when the step comes."""
+    model, optimizer = started(nn.Linear(8, 8))
+    batch = torch.zeros(4, 8)
+    for step in range(steps):
+        optimizer.zero_grad()
+        batch.copy_(WORDS)
+        if step > 1:
+            batch.div_(batch - batch)  # here
+        loss = model(batch).float().pow(2).mean()
+        batch.copy_(WORDS)
+        make_step(optimizer, loss)
+
+
+def iterator_as_input(steps=6):
+    """It is exhausted once the forward has run."""
+
+    class Sums(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, parts):
+            return sum(torch.exp(self.fc(part).float() * 1e3) for part in parts)  # here
+
+    model, optimizer = started(Sums())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        make_step(optimizer, model(iter([WORDS, WORDS])).mean())
+
+
+def counter(steps=6):
+    """Each second call of the forward multiplies by what float16 does not hold."""
+
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            h = self.fc(x)
+            if self.calls % 2 == 0:
+                h = h * 1e6  # here
+            return self.head(h)
+
+    model, optimizer = started(Counts(), "O2")
+    for _ in range(steps):
+        optimizer.zero_grad()
+        make_step(optimizer, model(WORDS).float().pow(2).mean())
+
+
+def empty_mask(steps=6):
+    """The loss of one micro-batch of four is 0 / 0."""
+    model, optimizer = started(nn.Linear(8, 8))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for part in range(4):
+            mask = torch.full((4,), float(part != 2))
+            total = (model(WORDS).float().pow(2).mean(1) * mask).sum()
+            loss = total / mask.sum()  # here
+            with amp.scale_loss(loss / 4, optimizer) as scaled:
+                scaled.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("run", "what"),
+    [
+        (gradient_penalty, "sqrt"),
+        (reused_buffer, "div_"),
+        (iterator_as_input, "exp"),
+        (counter, "mul"),
+        (empty_mask, "div"),
+    ],
+)
+def test_the_line_is_named(run, what, capsys):
+    run()
+    told = explanations(capsys.readouterr().err)
+    assert told[-1]["line"].endswith("# here"), told
+    assert what in told[-1]["what"]
+    assert "the cause" in last_words()[-1].head
+    assert "was not found" not in last_words()[-1].head
+
+
+def test_all_lost_steps_are_counted(capsys):
+    """Nothing skips at a static scale: what is lost is counted by explain itself, to the last step."""
+    model, optimizer = started(nn.Linear(8, 8), loss_scale=1.0)
+    for step in range(300):
+        optimizer.zero_grad()
+        make_step(optimizer, model(WORDS).float().pow(2).mean() * (float("nan") if step >= 5 else 1))
+    verdict = last_words()[-1]
+    assert verdict.content["not_finite"] == 295
+    assert verdict.head.startswith("295 of 300 steps had a loss, a gradient or a weight that is not finite; the cause")
+
+
+def test_a_normal_skip_takes_no_explanation(capsys):
+    """The first steps are skipped as the scale comes down; then three faults of other kinds come."""
+    torch.manual_seed(0)
+    model, optimizer = started(nn.Linear(8, 8), "O2")
+    for step in range(40):
+        x = WORDS.clone()
+        optimizer.zero_grad()
+        if step == 12:
+            x[1, 2] = float("nan")
+        y = model(x).float()
+        loss = (y * 300).sum()
+        if step in (15, 16, 17):
+            loss = loss + torch.log((y * 0).sum())
+        if step in (25, 26, 27):
+            loss = loss + ((y * 0).sum() - 1).sqrt()
+        make_step(optimizer, loss)
+    told = explanations(capsys.readouterr().err)
+    assert not any("wait" in entry.get("hint", "") for entry in told)
+    whats = " ".join(entry.get("what", "") for entry in told)
+    assert "input 0" in whats
+    assert "log" in whats
+    assert "sqrt" in whats
+
+
+def test_a_warning_of_torch_is_of_the_scripts_line(recwarn):
+    """Explain calls torch's functions in the script's place while it watches."""
+
+    class Warns(nn.Linear):
+        def forward(self, x):
+            return F.softmax(super().forward(x)) * float("nan")  # without a dim: torch warns
+
+    model, optimizer = started(Warns(8, 8))
+    for _ in range(6):
+        make_step(optimizer, model(WORDS).float().mean())
+        optimizer.zero_grad()
+    warned = [one for one in recwarn if "Implicit dimension choice" in str(one.message)]
+    assert {one.filename for one in warned} == {__file__}
+    assert {one.lineno for one in warned} == {
+        test_a_warning_of_torch_is_of_the_scripts_line.__code__.co_firstlineno + 5
+    }
+    assert not [one for one in recwarn if "ampcompat" in one.filename]
