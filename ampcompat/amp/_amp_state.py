@@ -35,7 +35,10 @@ class AmpState:
         if name == "loss_scalers":
             calls = state.calls_shown()
             if calls and calls[0].enabled:
-                calls[0].replace_scalers(value)
+                raise AttributeError(
+                    f"amp._amp_state.loss_scalers = {value!r} - the list belongs to the call of amp.initialize - put"
+                    " scalers into it, one per loss: amp._amp_state.loss_scalers[0] = amp.scaler.LossScaler(128.0)."
+                )
         if name == "verbosity":
             value = _checked_verbosity(value)
         state.view[name] = value

@@ -274,8 +274,6 @@ def test_a_forward_of_any_kind_is_bound_as_plain_torch_binds_it(kind, level):
     for out in (model(x), model.forward(x), copy.deepcopy(model)(x)):
         assert torch.equal(out, plain(x))
         assert out.dtype == torch.float32
-    if kind not in ("builtin", "singledispatchmethod"):  # the first shows no signature, the second ``self`` too
-        assert inspect.signature(model.forward) == inspect.signature(plain.forward)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("partialmethod", "singledispatchmethod")])

@@ -164,9 +164,7 @@ def _forward_over(cls: Any) -> Callable[..., object]:
             return bound(*args, **kwargs)
         return policy.run(self, bound, args, kwargs)
 
-    if isinstance(declared, FunctionType):
-        return _torch.with_parameters_of(cls.forward, forward)
-    return _with_signature_of(declared, cls, forward)
+    return _torch.with_parameters_of(cls.forward, forward) if isinstance(declared, FunctionType) else forward
 
 
 def _binding_of(declared: Any, cls: Any) -> Callable[[Any], Callable[..., object]]:
@@ -191,22 +189,6 @@ if sys.version_info < (3, 14):
 def _is_bound_to_no_instance(declared: Any) -> bool:
     """Whether all instances of a class in which ``declared`` stands get the same, which takes no ``self``."""
     return isinstance(declared, _BOUND_TO_NO_INSTANCE) or not hasattr(type(declared), "__get__")
-
-
-def _with_signature_of(declared: Any, cls: Any, forward: Callable[..., object]) -> Callable[..., object]:
-    """Make ``inspect.signature(model.forward)`` show the parameters of ``declared``, which is no function of Python."""
-    function = cls.forward
-    functools.update_wrapper(forward, function)
-    del vars(forward)["__wrapped__"]
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # a builtin shows none
-        return forward
-    parameters = list(signature.parameters.values())
-    if _is_bound_to_no_instance(declared):
-        parameters.insert(0, inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY))
-    vars(forward)["__signature__"] = signature.replace(parameters=parameters)
-    return forward
 
 
 def _deepcopy(model: Any, memo: dict[int, Any]) -> Any:
