@@ -187,7 +187,7 @@ def run(program):
         is_lost = is_dynamic(config) and not are_finite(gradients(seen))
         if is_left_out(one, has_gradients, is_lost, set(delayed), overflowed, pending):
             break
-        if one["do"] == "step" and one["optimizer"] in holders(config, delayed) - set(delayed):
+        if one["do"] in ("step", "clip") and one["optimizer"] in holders(config, delayed) - set(delayed):
             break
         if one["do"] == "block" and has_gradients:  # sums of three are rounded in another order
             inside = [inner for inner in one["inside"] if inner["do"] != "block"]
@@ -230,11 +230,11 @@ def is_left_out(step, has_gradients, is_lost, delayed, overflowed, pending):
     """Whether the file does otherwise than amp.
 
     A block that raises clears older gradients. A block of some of the optimizers of a delayed one counts that one, and
-    so does a step of another optimizer that shares its weights; an overflow counts for all losses of delayed blocks.
-    Gradients that are cleared after a delayed block do not count for the scale; weights that join keep their gradients.
-    Gradients that overflowed in a block of another optimizer, and were not cleared, count for a block, and are stepped
-    with. That an overflow was cleared is seen by the next block or step, but not if a backward pass outside of blocks
-    comes before it.
+    so does a step or a clip of another optimizer that shares its weights; an overflow counts for all losses of delayed
+    blocks. Gradients that are cleared after a delayed block do not count for the scale; weights that join keep their
+    gradients. Gradients that overflowed in a block of another optimizer, and were not cleared, count for a block, and
+    are stepped with. That an overflow was cleared is seen by the next block or step, but not if a backward pass outside
+    of blocks comes before it.
     """
     if step["do"] == "block":
         chosen = set(step["optimizers"])
