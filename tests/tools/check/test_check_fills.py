@@ -48,6 +48,7 @@ BECOME_INF = [
     "torch.nan_to_num(s / 0, neginf=-1e10, nan=1e10)",
     "s.new_tensor(-1e10)",
     "torch.tensor(-1e10, dtype=s.dtype)",
+    "torch.scalar_tensor(-1e10, dtype=s.dtype)",
     "torch.where(m, s, -1e10)",
     "torch.where(m, -1e10, s)",
     "s.where(m, -1e10)",
@@ -121,6 +122,17 @@ def test_a_product_at_o1_is_half_for_certain(form):
 @pytest.mark.parametrize("start", ["s = s @ w\n", "s = torch.bmm(s, w)\n", "s = self.out(s).view(-1)\n"])
 def test_an_item_of_what_a_layer_returns(start):
     assert set(traps("s[i] = -1e10", start)) == {"overflowing_fill"}
+
+
+@pytest.mark.parametrize("parameters", ["s, m, low=-1e10", "s, m, *, low=-1e10", "s, m, low=-1e10, high=0"])
+def test_the_default_of_a_parameter(parameters):
+    code = f"{HEAD}{INITIALIZE}def f({parameters}):\n    return s.masked_fill(m, low)\n"
+    assert [f.name for f in scan_source(code) if f.kind != "symbol"] == ["overflowing_fill"]
+
+
+def test_an_item_of_what_forward_is_given():
+    code = f"{HEAD}{INITIALIZE}def forward(self, s, m):\n    s[m] = -1e10\n"
+    assert [f.name for f in scan_source(code) if f.kind != "symbol"] == ["overflowing_fill"]
 
 
 RIGHT = [

@@ -52,10 +52,11 @@ INFINITE: Mapping[str, Mapping[str, int]] = {
     "nan_to_num": {"nan": 1, "posinf": 2, "neginf": 3},
     "new_tensor": {"data": 1},
     "tensor": {"data": 0},
+    "scalar_tensor": {"s": 0},
     "where": {"other": 2},
 }
 #: Functions that are given no tensor: what they make is float32 without a dtype.
-MAKES_TENSOR = ("full", "tensor")
+MAKES_TENSOR = ("full", "tensor", "scalar_tensor")
 
 
 class Fill(NamedTuple):
@@ -127,10 +128,13 @@ def _overflows(source: Source, node: ast.expr | None) -> bool:
 
 
 def _number(source: Source, node: ast.expr) -> float | None:
-    """What a fill value is: a literal, a name that is given one, or a limit of float32."""
+    """What a fill value is: a literal, a name that is given one, a parameter's default, or a limit of float32."""
     limit = _float32_limit(node)
     if limit is not None:
         return limit
+    default = source.default_of(node.id, node) if isinstance(node, ast.Name) else None
+    if default is not None:
+        return number(default)
     given = values_of(source, node)
     usual = given.usual
     return number(ast.Constant(usual)) if isinstance(usual, int | float) and not given.is_open else None
@@ -204,8 +208,9 @@ def _in_items(source: Source) -> Iterator[Fill]:
 
 
 def _is_tensor(source: Source, node: ast.expr) -> bool:
-    """Whether the last assignment above makes ``node`` a half tensor, or the result of a module."""
-    if is_product(source, node):
+    """Whether ``node`` is given to ``forward``, or the last assignment above makes it half, or a module's result."""
+    is_given = isinstance(node, ast.Name) and source.is_parameter(node.id, node)
+    if is_product(source, node) or (is_given and getattr(source.scope(node), "name", "") == "forward"):
         return True
     value = value_above(source, node) if isinstance(node, ast.Name) else None
     while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
