@@ -42,7 +42,7 @@ RAISE = [
     "s.masked_fill(m, torch.finfo(torch.float32).min)",
     "s.masked_fill(m, LOW)",
 ]
-#: In these the value becomes inf.
+#: In these the value becomes inf, or some torch refuses it.
 BECOME_INF = [
     "(s / 0).nan_to_num(1e10)",
     "torch.nan_to_num(s / 0, neginf=-1e10, nan=1e10)",
@@ -77,16 +77,15 @@ def test_torch_refuses_it_in_half(code):
         eval(code, names())
 
 
-@pytest.mark.parametrize("code", BECOME_INF)
-def test_torch_makes_it_infinite_in_half(code):
-    assert torch.isinf(eval(code, names())).any()
-
-
-@pytest.mark.parametrize("code", ITEMS)
-def test_torch_makes_an_item_infinite_in_half(code):
+@pytest.mark.parametrize("code", [*(f"s = {code}" for code in BECOME_INF), *ITEMS])
+def test_torch_makes_it_infinite_in_half_or_refuses_it(code):
     bound = names()
-    exec(code, bound)
-    assert torch.isinf(bound["s"]).any()
+    try:
+        exec(code, bound)
+        is_refused = False
+    except RuntimeError as problem:  # torch 2.4 refuses most of them
+        is_refused = "overflow" in str(problem)
+    assert is_refused or torch.isinf(bound["s"]).any()
 
 
 def traps(code, start="s = s.half()\n"):
@@ -99,7 +98,7 @@ def traps(code, start="s = s.half()\n"):
 def test_it_is_found(code):
     level, note = traps(code)["overflowing_fill"]
     assert level == "warning"
-    assert ("raises there" in note) == (code in RAISE)
+    assert ("becomes inf" not in note) == (code in RAISE)
 
 
 @pytest.mark.parametrize("code", [*FILLS, *ITEMS])
