@@ -211,6 +211,17 @@ class Source:
         """Whether ``name`` means a parameter of a function around ``node``."""
         return self._function_with(name, node) is not None
 
+    def default_of(self, name: str, node: ast.AST) -> ast.expr | None:
+        """The default of the parameter that ``name`` means; None for none."""
+        function = self._function_with(name, node)
+        if function is None:
+            return None
+        arguments = function.args
+        positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+        keyword_only = [argument.arg for argument in arguments.kwonlyargs]
+        defaults = dict(zip(reversed(positional), reversed(arguments.defaults), strict=False))
+        return {**defaults, **dict(zip(keyword_only, arguments.kw_defaults, strict=True))}.get(name)
+
     def _function_with(self, name: str, node: ast.AST) -> Function | None:
         """The innermost function around ``node`` with a parameter ``name``."""
         scope = self.scope(node)

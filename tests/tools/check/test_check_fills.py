@@ -42,12 +42,13 @@ RAISE = [
     "s.masked_fill(m, torch.finfo(torch.float32).min)",
     "s.masked_fill(m, LOW)",
 ]
-#: In these the value becomes inf.
+#: In these the value becomes inf, or some torch refuses it.
 BECOME_INF = [
     "(s / 0).nan_to_num(1e10)",
     "torch.nan_to_num(s / 0, neginf=-1e10, nan=1e10)",
     "s.new_tensor(-1e10)",
     "torch.tensor(-1e10, dtype=s.dtype)",
+    "torch.scalar_tensor(-1e10, dtype=s.dtype)",
     "torch.where(m, s, -1e10)",
     "torch.where(m, -1e10, s)",
     "s.where(m, -1e10)",
@@ -76,16 +77,15 @@ def test_torch_refuses_it_in_half(code):
         eval(code, names())
 
 
-@pytest.mark.parametrize("code", BECOME_INF)
-def test_torch_makes_it_infinite_in_half(code):
-    assert torch.isinf(eval(code, names())).any()
-
-
-@pytest.mark.parametrize("code", ITEMS)
-def test_torch_makes_an_item_infinite_in_half(code):
+@pytest.mark.parametrize("code", [*(f"s = {code}" for code in BECOME_INF), *ITEMS])
+def test_torch_makes_it_infinite_in_half_or_refuses_it(code):
     bound = names()
-    exec(code, bound)
-    assert torch.isinf(bound["s"]).any()
+    try:
+        exec(code, bound)
+        is_refused = False
+    except RuntimeError as problem:  # torch 2.4 refuses most of them
+        is_refused = "overflow" in str(problem)
+    assert is_refused or torch.isinf(bound["s"]).any()
 
 
 def traps(code, start="s = s.half()\n"):
@@ -98,7 +98,7 @@ def traps(code, start="s = s.half()\n"):
 def test_it_is_found(code):
     level, note = traps(code)["overflowing_fill"]
     assert level == "warning"
-    assert ("raises there" in note) == (code in RAISE)
+    assert ("becomes inf" not in note) == (code in RAISE)
 
 
 @pytest.mark.parametrize("code", [*FILLS, *ITEMS])
@@ -121,6 +121,17 @@ def test_a_product_at_o1_is_half_for_certain(form):
 @pytest.mark.parametrize("start", ["s = s @ w\n", "s = torch.bmm(s, w)\n", "s = self.out(s).view(-1)\n"])
 def test_an_item_of_what_a_layer_returns(start):
     assert set(traps("s[i] = -1e10", start)) == {"overflowing_fill"}
+
+
+@pytest.mark.parametrize("parameters", ["s, m, low=-1e10", "s, m, *, low=-1e10", "s, m, low=-1e10, high=0"])
+def test_the_default_of_a_parameter(parameters):
+    code = f"{HEAD}{INITIALIZE}def f({parameters}):\n    return s.masked_fill(m, low)\n"
+    assert [f.name for f in scan_source(code) if f.kind != "symbol"] == ["overflowing_fill"]
+
+
+def test_an_item_of_what_forward_is_given():
+    code = f"{HEAD}{INITIALIZE}def forward(self, s, m):\n    s[m] = -1e10\n"
+    assert [f.name for f in scan_source(code) if f.kind != "symbol"] == ["overflowing_fill"]
 
 
 RIGHT = [

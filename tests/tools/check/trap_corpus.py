@@ -115,6 +115,10 @@ TRUE = {
         "clip_of_model_params",
         trained('"O2"', LISTED + "nn.utils.clip_grad_norm_(params, 1.0)\n"),
     ),
+    "clip of a sum of lists of the model's at O2": (
+        "clip_of_model_params",
+        trained('"O2"', "nn.utils.clip_grad_norm_(list(model.parameters()) + [], 1.0)\n"),
+    ),
     "clip of what is filtered from the model's at O2": (
         "clip_of_model_params",
         trained('"O2"', "nn.utils.clip_grad_norm_(filter(lambda p: p.requires_grad, model.parameters()), 1.0)\n"),

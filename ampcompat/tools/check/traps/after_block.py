@@ -59,6 +59,8 @@ def _model_of(source: Source, node: ast.expr | None) -> str:
             node = certain_value(source, node)
         elif isinstance(node, ast.ListComp | ast.GeneratorExp):
             node = node.generators[0].iter
+        elif isinstance(node, ast.BinOp):  # a sum of lists
+            node = node.left
         elif not isinstance(node, ast.Call):
             return ""
         elif called(node) in ("parameters", "named_parameters"):

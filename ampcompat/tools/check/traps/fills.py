@@ -47,15 +47,16 @@ REFUSED: Mapping[str, Mapping[str, int]] = {
     "threshold": {"value": 2},
     "hardtanh": {"min_val": 1, "max_val": 2},
 }
-#: Functions in which a value out of range becomes inf.
+#: Functions in which a value out of range becomes inf, or, with older torch, is refused by some.
 INFINITE: Mapping[str, Mapping[str, int]] = {
     "nan_to_num": {"nan": 1, "posinf": 2, "neginf": 3},
     "new_tensor": {"data": 1},
     "tensor": {"data": 0},
+    "scalar_tensor": {"s": 0},
     "where": {"other": 2},
 }
 #: Functions that are given no tensor: what they make is float32 without a dtype.
-MAKES_TENSOR = ("full", "tensor")
+MAKES_TENSOR = ("full", "tensor", "scalar_tensor")
 
 
 class Fill(NamedTuple):
@@ -65,7 +66,7 @@ class Fill(NamedTuple):
         node: Where.
         value: The value.
         tensor: The tensor, or another one that has its dtype; the dtype itself where that is named.
-        is_refused: Whether a half tensor refuses what is out of range; else it becomes inf.
+        is_refused: Whether a half tensor refuses what is out of range with every torch; else it may become inf.
     """
 
     node: ast.Call | ast.Assign | ast.AugAssign | ast.BinOp
@@ -77,8 +78,8 @@ class Fill(NamedTuple):
 def overflowing_fill(source: Source) -> Iterator[Mistake]:
     """``scores.masked_fill(mask, -1e9)`` on half scores raises: float16 ends at 65504.
 
-    ``scores + -1e9 * mask`` and ``scores[mask] = -1e9`` give -inf, and NaN after the softmax of a row of them. Use
-    ``torch.finfo(scores.dtype).min``, or -1e4.
+    ``scores + -1e9 * mask`` gives -inf, and NaN after the softmax of a row of them; so does ``scores[mask] = -1e9``
+    where torch does not refuse it. Use ``torch.finfo(scores.dtype).min``, or -1e4.
     """
     if not source.imports("torch"):
         return
@@ -91,7 +92,7 @@ def overflowing_fill(source: Source) -> Iterator[Mistake]:
 def _note(source: Source, fill: Fill) -> str:
     what = "does not fit float16 (largest: 65504) and raises there"
     if not fill.is_refused:
-        what = "is out of float16's range (65504) and becomes inf there"
+        what = "is out of float16's range (65504) and becomes inf there, or raises"
     is_negative = (_number(source, fill.value) or 0.0) < 0
     fix = "torch.finfo(x.dtype).min, or -1e4" if is_negative else "torch.finfo(x.dtype).max, or 1e4"
     return f"{ast.unparse(fill.value)} {what}; use {fix}"
@@ -127,10 +128,13 @@ def _overflows(source: Source, node: ast.expr | None) -> bool:
 
 
 def _number(source: Source, node: ast.expr) -> float | None:
-    """What a fill value is: a literal, a name that is given one, or a limit of float32."""
+    """What a fill value is: a literal, a name that is given one, a parameter's default, or a limit of float32."""
     limit = _float32_limit(node)
     if limit is not None:
         return limit
+    default = source.default_of(node.id, node) if isinstance(node, ast.Name) else None
+    if default is not None:
+        return number(default)
     given = values_of(source, node)
     usual = given.usual
     return number(ast.Constant(usual)) if isinstance(usual, int | float) and not given.is_open else None
@@ -204,8 +208,9 @@ def _in_items(source: Source) -> Iterator[Fill]:
 
 
 def _is_tensor(source: Source, node: ast.expr) -> bool:
-    """Whether the last assignment above makes ``node`` a half tensor, or the result of a module."""
-    if is_product(source, node):
+    """Whether ``node`` is given to ``forward``, or the last assignment above makes it half, or a module's result."""
+    is_given = isinstance(node, ast.Name) and source.is_parameter(node.id, node)
+    if is_product(source, node) or (is_given and getattr(source.scope(node), "name", "") == "forward"):
         return True
     value = value_above(source, node) if isinstance(node, ast.Name) else None
     while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
