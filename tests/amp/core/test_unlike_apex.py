@@ -153,7 +153,6 @@ def test_a_write_to_a_value_of_the_state_dict_changes_the_model_at_the_other_lev
     assert not (written_through_its_state_dict("O3") == 1).any()
 
 
-<<<<<<< HEAD
 @pytest.mark.divergence("delayed-blocks")
 def test_gradients_of_a_delayed_block_stay_scaled():
     (delayed, _), (plain, _) = after_a_block(delay_unscale=True), after_a_block()
@@ -172,7 +171,8 @@ def after_a_block(**kwargs):
     with amp.scale_loss(loss_of(model), optimizer, **kwargs) as scaled:
         scaled.backward()
     return list(model.parameters()), optimizer._amp_stash.params_have_scaled_gradients
-=======
+
+
 def names_in_the_file_of(model):
     return {name for _, name, _ in pickletools.genops(pickle.dumps(model)) if isinstance(name, str)}
 
@@ -188,4 +188,3 @@ def test_the_file_of_a_model_loads_without_amp(level):
 def test_the_file_of_an_unwrapped_model_loads_without_amp(level):
     model, _ = start(level)
     assert not any("ampcompat" in name for name in names_in_the_file_of(amp.unwrap(model)))
->>>>>>> optim
