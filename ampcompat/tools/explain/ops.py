@@ -10,14 +10,13 @@ from ampcompat.tools.core import LEVELS, latest_call
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.growth import Grown
-from ampcompat.tools.explain.hints import Setting, has_stable_form, hints, is_module_of_torch, is_singular
+from ampcompat.tools.explain.hints import CASTS, Setting, has_stable_form, hints, is_module_of_torch, is_singular
 from ampcompat.tools.explain.probe import ARGUMENT, GIVEN, Event
 from ampcompat.tools.tensors import LARGEST
 
 #: The key of gradients that are too large: as the scale falls, they are found in one op after the other.
 GRADIENTS = "gradients"
-#: Functions that only change the dtype.
-_CASTS = ("", "to", "float", "half", "bfloat16", "type", "_to_copy", "copy_")
+_CASTS = ("", *CASTS, "_to_copy", "copy_")
 
 
 def op_fault(event: Event, scale: float, dynamic: bool, origin: str, growth: Grown | None) -> Fault:
