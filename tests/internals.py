@@ -116,9 +116,9 @@ def is_in_block(optimizer):
 def skipped_as_far_as_known(optimizer):
     """Whether the last step was skipped; None while only the device knows. Reads nothing from the device."""
     stash = optimizer._amp_stash
-    if stash.skipped is not None or stash.device_steps.undecided:
+    if stash.skipped is not None or stash.undecided_steps:
         return stash.skipped
-    return stash.device_steps.latest_skipped
+    return stash.device_skipped
 
 
 def overflow_flags(optimizer):

@@ -127,11 +127,11 @@ class SkipFlag:
     """
 
     def __init__(self, optimizer: Optimizer, skipped: bool | None) -> None:
-        steps = optimizer._amp_stash.device_steps
-        if skipped is None and not steps.undecided:  # another observer has asked the device meanwhile
-            skipped = steps.latest_skipped
+        stash = optimizer._amp_stash
+        if skipped is None and not stash.undecided_steps:  # another observer has asked the device meanwhile
+            skipped = stash.device_skipped
         self._known = skipped
-        self._flags = [copy for _, copy in steps.undecided[-1]] if skipped is None else []
+        self._flags = [copy for _, copy in stash.undecided_steps[-1]] if skipped is None else []
 
     def arrived(self) -> bool:
         """Whether :meth:`read` need not wait."""

@@ -12,8 +12,7 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.observers import notify
-from ampcompat.amp.scaling.gradients import OpenBlock, open_block_of
-from ampcompat.amp.scaling.leaves import Leaves
+from ampcompat.amp.scaling.gradients import Leaves, OpenBlock, open_block_of
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.unscaling import add_saved, save_grads, unscale_new

@@ -61,12 +61,12 @@ from ampcompat.amp.casts.ambience import apply_ambient_casts
 from ampcompat.amp.hints import add_hint
 from ampcompat.amp.observers import notify
 from ampcompat.amp.scaling import backward_methods
-from ampcompat.amp.scaling.between_blocks import forget_overflows_if_cleared
-from ampcompat.amp.scaling.gradients import OpenBlock, Overflow, open_block_of
-from ampcompat.amp.scaling.leaves import Leaves, leaves_of
+from ampcompat.amp.scaling.clearing import forget_overflows_if_cleared
+from ampcompat.amp.scaling.gradients import Leaves, OpenBlock, Overflow, leaves_of, open_block_of
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
+from ampcompat.amp.scaling.steps import report_arrived
 from ampcompat.amp.scaling.unreduced import (
     bring_back,
     drop_brought,
@@ -167,8 +167,8 @@ class Block(OpenBlock):
                 drop_cleared(other._amp_stash.leaves.masters)  # before the backward pass adds to what was cleared
         for optimizer in self.optimizers:
             stash: OptimizerState = optimizer._amp_stash
-            if stash.device_steps.undecided:
-                stash.device_steps.report_arrived()
+            if stash.undecided_steps:
+                report_arrived(stash)
             if stash.overflows or stash.uncounted or stash.suspect:
                 forget_overflows_if_cleared(stash)
         # Older gradients go out of ``p.grad``.

@@ -15,9 +15,8 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import Master, master_of
-from ampcompat.amp.scaling.between_blocks import note_cleared
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
-from ampcompat.amp.scaling.unscaling import drop_cleared
+from ampcompat.amp.scaling.unscaling import drop_cleared, drop_unreduced
 
 
 @_torch.eager
@@ -94,3 +93,23 @@ def _clear_by_module(module: torch.nn.Module, set_to_none: bool) -> None:
         else:
             _zero_masters_gradients([master])
     note_cleared(set(map(id, params)))
+
+
+# -- what is known of cleared gradients --------------------------------------------------------------------------------
+def note_cleared(ids: set[int]) -> None:
+    """Forget what is known of the gradients of leaves with these ``ids``, which ``zero_grad`` has cleared or zeroed."""
+    for block in state.open_blocks:
+        block.saved = {param: grad for param, grad in block.saved.items() if id(param) not in ids}
+    for optimizer in state.optimizers.listed():
+        stash: OptimizerState = optimizer._amp_stash
+        if stash.leaves.ids() <= ids:
+            if stash.unreduced is not None:
+                drop_unreduced(stash.leaves)
+            stash.forget_gradients()
+
+
+def forget_overflows_if_cleared(stash: OptimizerState) -> None:
+    """Forget the overflows that an optimizer knows of, where a script has cleared all of its gradients by hand."""
+    drop_cleared(stash.leaves.masters)
+    if not stash.leaves.gradients():
+        stash.forget_overflows()

@@ -1,4 +1,4 @@
-"""Who owns gradients while they are multiplied by a scale: an open block, and nothing else.
+"""Which tensors have gradients, and who owns these while they are multiplied by a scale: an open block alone.
 
 Outside of blocks gradients are unscaled: they are the ``grad`` of a master or of a parameter, as in plain torch. The
 head of ``block`` says what each event does to them.
@@ -6,6 +6,7 @@ head of ``block`` says what each event does to them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,11 +14,53 @@ import torch
 
 from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp.scaling.leaves import Leaves
+from ampcompat.amp.half.masters import Master
 from ampcompat.amp.scaling.loss_scale import UncountedPasses
 from ampcompat.amp.scaling.scaler import LossScaler
 
 
+@dataclass(eq=False, slots=True)
+class Leaves:
+    """What one or several optimizers train, as the model holds it: each tensor once.
+
+    Attributes:
+        masters: Masters of the half tensors.
+        direct: The tensors without a master, which optimizers step themselves.
+    """
+
+    masters: list[Master] = field(default_factory=list)
+    direct: list[torch.Tensor] = field(default_factory=list)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The model's tensors."""
+        return [*[master.half for master in self.masters], *self.direct]
+
+    def ids(self) -> set[int]:
+        """The ids of the model's tensors."""
+        return set(map(id, self.tensors()))
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients that a step uses: of masters, and of tensors without one."""
+        stepped = [*[master.value for master in self.masters], *self.direct]
+        return [tensor.grad for tensor in stepped if tensor.grad is not None]
+
+    def part(self, ids: set[int]) -> Leaves:
+        """The leaves among these whose ids are in ``ids``."""
+        return Leaves(
+            [master for master in self.masters if id(master.half) in ids],
+            [param for param in self.direct if id(param) in ids],
+        )
+
+
+def leaves_of(optimizers: Iterable[Optimizer]) -> Leaves:
+    """The leaves of ``optimizers``, each once."""
+    every = [optimizer._amp_stash.leaves for optimizer in optimizers]
+    masters = {id(master): master for leaves in every for master in leaves.masters}
+    direct = {id(param): param for leaves in every for param in leaves.direct}
+    return Leaves(list(masters.values()), list(direct.values()))
+
+
+# -- what is known of gradients ----------------------------------------------------------------------------------------
 class Unreduced(NamedTuple):
     """What blocks have left whose gradients are those of this process alone, as in DDP's ``no_sync``.
 

@@ -20,17 +20,19 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.casts.contexts import CastsOff, save
-from ampcompat.amp.half.masters import master_of, push_all
+from ampcompat.amp.half.masters import align_written, master_of, push_all
+from ampcompat.amp.observers import notify
 from ampcompat.amp.scaling import backward_methods
-from ampcompat.amp.scaling.between_blocks import prepare_masters
 from ampcompat.amp.scaling.clearing import clear_by_optimizer
-from ampcompat.amp.scaling.closures import step_with_closure
 from ampcompat.amp.scaling.exchange import give_back_params, match_state
 from ampcompat.amp.scaling.gradients import open_block_of
+from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.optimizer_state import OptimizerState, follow_groups
 from ampcompat.amp.scaling.scale_loss import under_amp
 from ampcompat.amp.scaling.session import Session
-from ampcompat.amp.scaling.steps import make_or_skip_step
+from ampcompat.amp.scaling.steps import make_or_skip_step, report_all, step_with_closure
+from ampcompat.amp.scaling.unreduced import averages_by_script
+from ampcompat.amp.scaling.unscaling import drop_cleared
 
 
 def attach(optimizer: Optimizer, session: Session, kind: type[OptimizerState]) -> None:
@@ -197,11 +199,32 @@ def step_was_skipped(optimizer: Any) -> bool:
     stash = getattr(under_amp(optimizer), "_amp_stash", None)
     if stash is None:
         return False
-    stash.device_steps.report_all()
-    return bool(stash.device_steps.latest_skipped if stash.skipped is None else stash.skipped)
+    report_all(stash)
+    return bool(stash.device_skipped if stash.skipped is None else stash.skipped)
 
 
-# -- add_param_group ----------------------------------------------------------------------------------------
+# -- a script asks for masters -----------------------------------------------------------------------------------------
+def prepare_masters(optimizer: Optimizer) -> None:
+    """Make the masters of ``optimizer`` ready for a script that asks for them.
+
+    They follow what it did to the model's weights and gradients. Outside of blocks, a delayed transition is made: a
+    script may end an accumulation early, clip, and step.
+    """
+    if state.observers:
+        notify("on_master_params", optimizer)
+    stash: OptimizerState = optimizer._amp_stash
+    stash.look_up(optimizer)
+    drop_cleared(stash.leaves.masters)
+    if stash.in_block:
+        return
+    if not state.open_blocks:
+        if stash.unreduced is not None and not averages_by_script(stash.leaves):
+            warn_of("unreduced gradients read")
+        stash.make_delayed_transitions()
+    align_written(stash.leaves.masters)
+
+
+# -- add_param_group ---------------------------------------------------------------------------------------------------
 def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Add the group as torch does, then give its half params masters."""
     stash: OptimizerState = optimizer._amp_stash

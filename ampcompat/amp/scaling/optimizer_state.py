@@ -16,13 +16,14 @@ import torch
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp.scaling.device_steps import DeviceSteps
 from ampcompat.amp.scaling.exchange import match_state, put_masters_into
-from ampcompat.amp.scaling.gradients import Overflow, Unreduced, open_block_of
-from ampcompat.amp.scaling.leaves import Leaves
+from ampcompat.amp.scaling.gradients import Leaves, Overflow, Unreduced, open_block_of
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session
+
+#: A scaler, and the host copy of its flag and of the scale to print; no scaler where the step looked at gradients.
+FlagCopy = tuple[LossScaler | None, _torch.HostCopy]
 
 
 @dataclass(eq=False)
@@ -64,7 +65,9 @@ class OptimizerState:
             ``amp.master_params``.
         unreduced: What the last blocks have left, if its gradients are those of this process alone.
         skipped: Whether the last step was skipped; None before the first step, and where the device decided.
-        device_steps: The steps that the device decided about.
+        undecided_steps: The flags of each step that only the device knows the outcome of, on their way to the host;
+            the oldest first.
+        device_skipped: Whether the latest of these whose outcome is known was skipped; None before the first.
         saved_by_script: Gradients that ``_prepare_amp_backward`` has saved outside of blocks.
         known_step: The optimizer's own ``step`` attribute, as last looked up.
         is_stepping: Whether a script's replacement of ``step`` runs; amp's wrapper is around it.
@@ -81,7 +84,8 @@ class OptimizerState:
     delayed: set[LossScaler] = field(default_factory=set)
     unreduced: Unreduced | None = None
     skipped: bool | None = None
-    device_steps: DeviceSteps = field(default_factory=DeviceSteps)
+    undecided_steps: list[list[FlagCopy]] = field(default_factory=list)
+    device_skipped: bool | None = None
     saved_by_script: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     known_step: object = None
     is_stepping: bool = False

@@ -1,28 +1,48 @@
 """One step of an optimizer: made, skipped by the host after an overflow, or left to an optimizer that skips by itself.
 
-apex replaced ``step`` by a function that skips, for one step after an overflow (``apex/amp/handle.py: scale_loss``).
+An optimizer that takes ``found_inf`` (torch's ``fused=True``) skips on the device: no flag is read. The flags of such a
+step, and the scale to name, are copied to the host meanwhile. A later block or step says which steps were skipped, as
+far as the copies have arrived; ``amp.step_was_skipped`` waits for them.
+
+apex replaced ``step`` by a function that skips, for one step after an overflow (``apex/amp/handle.py: scale_loss``). It
+read a flag at each step, and refused closures.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
+from ampcompat.amp._amp_state import maybe_print
+from ampcompat.amp.casts.contexts import Saved, restored
 from ampcompat.amp.half.masters import Master, align_written, push_all
 from ampcompat.amp.half.record import check_replaced
 from ampcompat.amp.observers import notify
-from ampcompat.amp.scaling.device_steps import StepFlag, announce, skips_on_device
-from ampcompat.amp.scaling.optimizer_state import OptimizerState
+from ampcompat.amp.scaling.optimizer_state import FlagCopy, OptimizerState
+from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.unreduced import note_averaged
 from ampcompat.amp.scaling.unscaling import any_non_finite, drop_cleared
 
 R = TypeVar("R")
+
+
+class StepFlag(NamedTuple):
+    """A flag that skips a step if it is set.
+
+    Attributes:
+        scaler: The scaler of the block that found it; None where the step looked at gradients that an earlier overflow
+            may have left.
+        flag: 0-dim float32 tensor on a device, not 0 if it is set.
+    """
+
+    scaler: LossScaler | None
+    flag: torch.Tensor
 
 
 @_torch.skip_compile_of_frame
@@ -32,15 +52,15 @@ def make_or_skip_step(optimizer: Optimizer, stash: OptimizerState, original: Cal
     Where nothing is scaled and there are no masters, torch's own step is all there is to do.
     """
     has_masters = bool(stash.leaves.masters)
-    if has_masters or stash.delayed or state.adapters or state.observers or stash.device_steps.undecided:
+    if has_masters or stash.delayed or state.adapters or state.observers or stash.undecided_steps:
         make_ready(optimizer, stash)
     flags: list[StepFlag] = []
     if stash.overflows or stash.uncounted or stash.suspect:
         flags = flags_of(stash)
     decides_on_device = bool(flags) and skips_on_device(optimizer)
     if flags and not decides_on_device:
-        if stash.device_steps.undecided:
-            stash.device_steps.report_all()
+        if stash.undecided_steps:
+            report_all(stash)
         overflowed = flags_set(flags)
         if overflowed:
             announce_skip(overflowed)
@@ -48,7 +68,7 @@ def make_or_skip_step(optimizer: Optimizer, stash: OptimizerState, original: Cal
             return None
     update = functools.partial(update_weights, optimizer, stash, original) if has_masters else original
     if decides_on_device:
-        result = stash.device_steps.step(optimizer, flags, update)
+        result = _step_on_device(optimizer, stash, flags, update)
         finish(optimizer, stash, skipped=None)
     else:
         result = update()
@@ -64,8 +84,8 @@ def make_ready(optimizer: Optimizer, stash: OptimizerState) -> None:
         stash.make_delayed_transitions()
     if stash.unreduced is not None:
         note_averaged(stash)
-    if stash.device_steps.undecided:
-        stash.device_steps.report_arrived()
+    if stash.undecided_steps:
+        report_arrived(stash)
     masters = stash.leaves.masters
     if masters:
         drop_cleared(masters)
@@ -107,6 +127,82 @@ def announce_skip(overflowed: list[StepFlag]) -> None:
     """Say which scalers' overflows skip a step: one host sync for each scale."""
     scalers = [scaler for scaler, _ in overflowed]
     announce([(scaler, 0.0 if scaler is None else scaler.scale_after_back_off().item()) for scaler in scalers])
+
+
+def announce(overflowed: list[tuple[LossScaler | None, float]]) -> None:
+    """Say which scalers' overflows skipped a step, in apex's words (``apex/amp/handle.py: scale_loss``).
+
+    With no scaler, the step was skipped for gradients that an earlier overflow has left.
+    """
+    for scaler, scale in dict(overflowed).items():
+        if scaler is None:
+            maybe_print(
+                "Gradient overflow.  Skipping step, gradients of an earlier overflow were not cleared - call"
+                " zero_grad() after a skipped step (D40)."
+            )
+        else:
+            maybe_print(
+                f"Gradient overflow.  Skipping step, loss scaler {scaler.loss_id} reducing loss scale to {scale}"
+            )
+
+
+# -- on the device -----------------------------------------------------------------------------------------------------
+@_torch.eager
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer`` looks at its ``found_inf``, and skips on the device (torch's ``fused=True``)."""
+    name = "_step_supports_amp_scaling"
+    if not getattr(optimizer, name, False):
+        return False
+    if name not in vars(optimizer) and not hasattr(type(optimizer), name):
+        return False  # a wrapper that passes on what the one inside says
+    # The host skips a step that would create the momentum buffer: torch's fused SGD leaves it uninitialised if told to.
+    for group in optimizer.param_groups:
+        if not group.get("momentum"):
+            continue
+        for param in group["params"]:
+            if param.grad is not None and optimizer.state.get(param, {}).get("momentum_buffer") is None:
+                return False
+    return True
+
+
+def _step_on_device(optimizer: Optimizer, stash: OptimizerState, flags: list[StepFlag], step: Callable[[], R]) -> R:
+    """Step with ``flags`` lent to the optimizer, and start their copies to the host."""
+    optimizer.grad_scale = None
+    optimizer.found_inf = _torch.any_of([flag for _, flag in flags])
+    try:
+        result = step()
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
+    copies: list[FlagCopy] = []
+    for scaler, flag in flags:
+        scale = flag if scaler is None else scaler.scale_after_back_off()
+        copies.append((scaler, _torch.HostCopy([flag, scale])))
+    stash.undecided_steps.append(copies)
+    return result
+
+
+def report_arrived(stash: OptimizerState) -> None:
+    """Say which steps were skipped, as far as their flags have reached the host."""
+    while stash.undecided_steps and all(copied.arrived() for _, copied in stash.undecided_steps[0]):
+        _report_oldest(stash)
+
+
+@_torch.eager
+def report_all(stash: OptimizerState) -> None:
+    """Say which steps were skipped. A host sync where flags have not reached the host."""
+    while stash.undecided_steps:
+        _report_oldest(stash)
+
+
+def _report_oldest(stash: OptimizerState) -> None:
+    """Read the flags of the oldest of the undecided steps, and say so if it was skipped."""
+    overflowed: list[tuple[LossScaler | None, float]] = []
+    for scaler, copied in stash.undecided_steps.pop(0):
+        flag, scale = copied.read()
+        if flag:
+            overflowed.append((scaler, scale))
+    stash.device_skipped = bool(overflowed)
+    announce(overflowed)
 
 
 # -- the step itself ---------------------------------------------------------------------------------------------------
@@ -151,3 +247,89 @@ def finish(optimizer: Optimizer, stash: OptimizerState, skipped: bool | None) ->
             notify("on_step", optimizer, skipped)
     finally:
         stash.drop_used_gradients(skipped)
+
+
+# -- step(closure): LBFGS, SAM -----------------------------------------------------------------------------------------
+class _SkipStep(Exception):
+    """Leaves the optimizer's own step from inside its closure: gradients overflowed."""
+
+
+def evaluate(closure: Callable[[], Any], outside: Saved) -> Any:
+    """Call ``closure`` with grad on and the casts of the code that called ``step``."""
+    with torch.enable_grad(), restored(outside):
+        return closure()
+
+
+def step_with_closure(
+    optimizer: Optimizer, original: Callable[..., Any], closure: Callable[[], Any], outside: Saved
+) -> Any:
+    """Step with ``closure``, which runs with grad on and the casts of the caller, on weights that follow the masters.
+
+    When the first evaluation overflows, the step is skipped, and its loss returned. Where the optimizer has acted
+    before (a later evaluation of LBFGS's search, that in the middle of SAM's step), it finds gradients of zero instead:
+    it stops where it is, or goes back to where it was.
+    """
+    stash: OptimizerState = optimizer._amp_stash
+    first_loss: Any = None
+    has_acted = False
+
+    def evaluated() -> Any:
+        nonlocal first_loss
+        stash.look_up(optimizer)
+        align_written(stash.leaves.masters)
+        loss = evaluate(closure, outside)
+        if first_loss is None:
+            first_loss = loss
+        return loss
+
+    def evaluated_for_step() -> Any:
+        nonlocal has_acted
+        loss = evaluated()
+        make_ready(optimizer, stash)
+        overflowed = _take_flags(stash)
+        if overflowed and not has_acted:
+            announce_skip(overflowed)
+            raise _SkipStep
+        if overflowed:
+            for gradient in stash.leaves.gradients():
+                gradient.zero_()
+        has_acted = True
+        return loss
+
+    if not _evaluates_first(optimizer):  # it begins with gradients that blocks have given
+        make_ready(optimizer, stash)
+        has_acted = bool(stash.overflows or stash.uncounted)
+    if has_acted:
+        overflowed = _take_flags(stash)
+        if overflowed:
+            announce_skip(overflowed)
+            evaluated()
+            make_ready(optimizer, stash)
+            _take_flags(stash)  # of this evaluation; the step is skipped all the same
+            finish(optimizer, stash, skipped=True)
+            return first_loss
+    try:
+        result = update_weights(optimizer, stash, original, evaluated_for_step)
+    except _SkipStep:
+        finish(optimizer, stash, skipped=True)
+        return first_loss
+    finish(optimizer, stash, skipped=False)
+    return result
+
+
+def _evaluates_first(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer`` calls the closure before it uses a gradient; SAM steps with those that it finds.
+
+    True of torch's optimizers and ours.
+    """
+    return type(optimizer).__module__.startswith(("torch.optim.", "ampcompat.optimizers."))
+
+
+def _take_flags(stash: OptimizerState) -> list[StepFlag]:
+    """Return the flags that are set, and forget all of them."""
+    report_all(stash)
+    flags = flags_of(stash)
+    overflowed = flags_set(flags) if flags else []
+    stash.forget_overflows()
+    stash.suspect = bool(overflowed)
+    return overflowed

@@ -17,8 +17,7 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat.amp.scaling.gradients import OpenBlock, Overflow, Unreduced
-from ampcompat.amp.scaling.leaves import Leaves, leaves_of
+from ampcompat.amp.scaling.gradients import Leaves, OpenBlock, Overflow, Unreduced, leaves_of
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.unscaling import any_non_finite, entries_of

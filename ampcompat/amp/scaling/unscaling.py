@@ -32,8 +32,7 @@ from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.half.masters import Master
 from ampcompat.amp.scaling.adapter import Adapter
-from ampcompat.amp.scaling.gradients import OpenBlock
-from ampcompat.amp.scaling.leaves import Leaves
+from ampcompat.amp.scaling.gradients import Leaves, OpenBlock
 from ampcompat.amp.scaling.scaler import LossScaler
 
 HalfGradients = dict[Master, torch.Tensor]  # by the master that they belong to
