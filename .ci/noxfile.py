@@ -19,8 +19,8 @@ WHEEL = ROOT / ".nox" / "dist"
 
 
 def pinned(file: str) -> str:
-    """The torch of a file of constraints."""
-    return re.search(r"^torch==(\S+)", (ROOT / ".ci" / file).read_text(), re.MULTILINE)[1]
+    """The torch of a file of constraints, the first where it has several."""
+    return re.search(r"^torch==([\d.]+)", (ROOT / ".ci" / file).read_text(), re.MULTILINE)[1]
 
 
 def runs(python: str) -> bool:
@@ -31,11 +31,11 @@ def runs(python: str) -> bool:
 
 OLDEST, PINNED, NEWEST = pinned("constraints-oldest.txt"), pinned("constraints.txt"), "newest"
 LOWEST_PYTHON = "3.10"
-# Newest first. torch publishes no wheels of old versions for new Pythons: 2.4.1 ends at 3.12.
+# Newest first. torch publishes no wheels of old versions for new Pythons: 2.4.1 ends at 3.12, and 2.13.0 at 3.14.
 PYTHONS = {
     OLDEST: ["3.12", "3.11"],
     PINNED: ["3.14", "3.13", "3.12", "3.11"],
-    NEWEST: ["3.14", "3.13", "3.12", "3.11"],
+    NEWEST: ["3.15", "3.14", "3.13", "3.12", "3.11"],
 }
 FOUND = {python for python in PYTHONS[NEWEST] if runs(python)}
 CELLS = [(python, torch) for torch, pythons in PYTHONS.items() for python in [*pythons, LOWEST_PYTHON]]

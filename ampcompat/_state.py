@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ampcompat.amp.casts.rules import Plan, Rule
     from ampcompat.amp.half.masters import Master
     from ampcompat.amp.scaling.adapter import Adapter
-    from ampcompat.amp.scaling.gradients import OpenBlock, Pending
+    from ampcompat.amp.scaling.gradients import OpenBlock
     from ampcompat.amp.scaling.session import Session
 
 
@@ -97,11 +97,13 @@ class MasterIndex:
     Attributes:
         by_tensor: Masters by the id of their half tensor and of their float32 one. Check that the master found still
             holds that tensor: ids are reused.
+        by_memory: Masters by what identifies the memory of either copy; None where it is to be listed anew.
         by_model: Masters of a whole model, valid for one ``generation``.
         generation: Counts masters that were made, dropped or moved to another module.
     """
 
     by_tensor: weakref.WeakValueDictionary[int, Master] = field(default_factory=weakref.WeakValueDictionary)
+    by_memory: dict[int, weakref.WeakSet[Master]] | None = None
     by_model: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, list[Master]]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -132,11 +134,14 @@ class OptimizerIndex:
         disabled: Optimizers given to ``initialize(enabled=False)``.
         may_hold_dropped: Whether a call has come since those that a script has dropped were last collected: they are
             reference cycles, their methods are bound to them.
+        gone: Ids of the leaves of optimizers that were collected since the last block ended: what gradients these have
+            are unscaled.
     """
 
     live: weakref.WeakKeyDictionary[Optimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
     disabled: weakref.WeakKeyDictionary[Optimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
     may_hold_dropped: bool = False
+    gone: set[int] = field(default_factory=set)
 
     def listed(self) -> list[Optimizer]:
         """Those under amp, in the order of their ``initialize`` calls."""
@@ -164,7 +169,6 @@ class State:
         optimizers: Optimizers under amp.
         masters: Index from tensors to masters.
         open_blocks: The ``scale_loss`` blocks that are open.
-        pending: Scaled gradients that blocks have left; they outlive their optimizers.
         casts: The ambient casts.
         rules: The op rules that are on the dispatcher.
         registered: Functions that users registered, by module and name: the holder, the name, and the rule.
@@ -182,12 +186,22 @@ class State:
     optimizers: OptimizerIndex = field(default_factory=OptimizerIndex)
     masters: MasterIndex = field(default_factory=MasterIndex)
     open_blocks: list[OpenBlock] = field(default_factory=list)
-    pending: list[Pending] = field(default_factory=list)
     casts: CastState = field(default_factory=CastState)
     rules: OpRules = field(default_factory=OpRules)
     registered: dict[tuple[int, str], tuple[object, str, Rule]] = field(default_factory=dict)
     observers: list[object] = field(default_factory=list)
     adapters: list[Adapter] = field(default_factory=list)
+
+    def calls_shown(self) -> list[Session]:
+        """The calls of ``initialize`` whose optimizers are alive, the later first; the latest call if there are none.
+
+        ``amp._amp_state.loss_scalers`` are the first one's. A call without optimizers (for an averaged model) has
+        scalers that no loss uses.
+        """
+        calls = [optimizer._amp_stash.session for optimizer in reversed(self.optimizers.listed())]
+        if not calls and self.session is not None:
+            calls = [self.session]
+        return list(dict.fromkeys(calls))
 
     def undo_once(self, undo: Callable[[], None]) -> None:
         """Make ``reset`` call ``undo``, which undoes what there is, if anything: once, however often this is called."""

@@ -90,7 +90,8 @@ class AliasFinder(MetaPathFinder):
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
         """The distribution named apex, which transformers and Lightning ask for by ``importlib.metadata``."""
-        if context is not None and context.name not in (None, "apex"):
+        name = None if context is None else context.name
+        if name is not None and name.lower() != "apex":
             return []
         from ampcompat._distribution import ApexDistribution
 

@@ -39,6 +39,8 @@ def summary() -> str:
 
 def linked(run: dict[str, str]) -> str:
     """The repository, as a link to the commit where there is one."""
+    if "commit" not in run:
+        return f"[{run['repository']}](https://github.com/{run['repository']})"
     if run["commit"] == "pip":
         return f"{run['repository']} (PyPI)"
     return f"[{run['repository']}](https://github.com/{run['repository']}/tree/{run['commit']})"

@@ -11,17 +11,17 @@ float32 one.
 from dataclasses import fields
 
 from ampcompat._state import state
+from ampcompat.amp.half.masters import half_written, value_written
 from ampcompat.amp.half.masters import master_of as master_of
 from ampcompat.amp.half.record import masters_by_name as masters_by_name
 from ampcompat.amp.half.record import masters_of as masters_of
-from ampcompat.amp.half.written import Due
-from ampcompat.amp.half.written import due as due
+from ampcompat.amp.misuse import watch
 from ampcompat.amp.misuse.watch import Watch
 
 
 def is_due(master):
     """Whether anything tells that one copy of a weight was written, and the other has yet to follow."""
-    return master.due is not Due.NOTHING
+    return bool(half_written([master]) or value_written([master]))
 
 
 def reset():
@@ -68,7 +68,7 @@ def sizes_of_state():
 
 def process_state():
     """What is known of gradients in the whole process, by name."""
-    names = ("open_blocks", "pending")
+    names = ("open_blocks",)
     return {name: getattr(state, name) for name in names}
 
 
@@ -108,11 +108,6 @@ def float32_masters(optimizer):
     return [master.value for master in optimizer._amp_stash.leaves.masters]
 
 
-def has_scaled_gradients(optimizer):
-    """Whether a block has left gradients scaled in ``p.grad``."""
-    return optimizer._amp_stash.params_have_scaled_gradients
-
-
 def is_in_block(optimizer):
     """Whether a ``scale_loss`` block of ``optimizer`` is open."""
     return optimizer._amp_stash.in_block
@@ -139,4 +134,4 @@ def is_watched():
 
 def end_watch():
     """End the look at the first blocks for mistakes, which takes ops of its own."""
-    state.observers[:] = [observer for observer in state.observers if not isinstance(observer, Watch)]
+    watch.end_watch()

@@ -21,26 +21,26 @@ class Table(NamedTuple):
         return [row[0] for row in self.rows]
 
 
-#: The gradients of an optimizer: the second column where a delayed block has left scaled ones.
+#: The gradients of an optimizer.
 GRADIENTS: Final = Table(
-    head=("event", "nothing pending", "pending gradients in its leaves"),
+    head=("event", "gradients"),
     rows=(
-        ("block begins", "older gradients are saved", "rescaled; if not all are the block's, unscaled"),
-        ("block ends", "unscaled, added to older ones", "the same, in one pass"),
-        ("block ends with an overflow", "a step is skipped; other holders check", "the same"),
-        ("block gives no gradient", "older ones come back", "unscaled"),
-        ("ends with `delay_unscale`", "new ones are pending", "pending together"),
-        ("ends in DDP's `no_sync`", "new ones are pending", "pending together"),
-        ("block raises", "as it began", "lost, with a warning"),
-        ("end of the block raises", "cleared (None), older ones too", "cleared"),
-        ("`step`", "used; dropped from masters", "unscaled, then used"),
-        ("`step` after an overflow", "skipped; dropped from masters", "unscaled, then skipped"),
-        ("`step` of one of two holders", "used; shared masters keep them", "unscaled, then used"),
-        ("`zero_grad`", "gone, with what is known of them", "gone"),
-        ("`p.grad` cleared", "gone, in masters too", "gone; unscaled ones from before stay"),
-        ("`p.grad` edited", "used; masters do not see it", "unscaled as they are now"),
-        ("`load_state_dict`", "as they are", "as they are"),
-        ("a param joins with a gradient", "dropped where losses are scaled", "as they are"),
+        ("block begins", "older ones are saved in the block; those of `no_sync` go into `p.grad`, scaled"),
+        ("block ends", "new ones are unscaled, saved ones added"),
+        ("block ends with an overflow", "the same; a step is skipped, other holders check"),
+        ("block gives no gradient", "older ones come back"),
+        ("ends with `delay_unscale`", "the same; the next block or step moves the scale"),
+        ("ends in DDP's `no_sync`", "the same; the next block brings them back to be averaged"),
+        ("block raises", "as it began"),
+        ("end of the block raises", "cleared (None), older ones too"),
+        ("`step`", "used; dropped from masters"),
+        ("`step` after an overflow", "skipped; dropped from masters"),
+        ("`step` of one of two holders", "used; shared masters keep them"),
+        ("`zero_grad`", "gone, with what is known of them"),
+        ("`p.grad` cleared", "gone, in masters too"),
+        ("`p.grad` edited", "used; masters do not see it"),
+        ("`load_state_dict`", "as they are"),
+        ("a param joins with a gradient", "dropped where losses are scaled"),
     ),
 )
 
@@ -51,13 +51,11 @@ MASTERS: Final = Table(
         ("`initialize`", "rounded from float32", "the float32 weight, to the bit"),
         ("`optimizer.step`", "rounded from value", "stepped by the optimizer"),
         ("`load_state_dict`", "rounded from what was loaded", "what was loaded"),
-        ("half written, its version moves", "kept", "takes the elements that differ"),
-        ("half written through `data`", "kept", "takes the elements that differ"),
-        ("half written through an older alias", "kept until the next step", "at `amp.sync_masters` alone"),
+        ("half written, also through `data`", "kept", "takes the elements that differ"),
+        ("half written past torch, as through numpy", "kept until the next step", "at `amp.sync_masters` alone"),
         ("half written, and written back", "kept", "kept"),
-        ("value written", "rounded from value", "kept"),
-        ("both written in place", "kept", "takes the elements that differ"),
-        ("half through `data`, then value in place", "rounded from value", "kept"),
+        ("value written, also through `data`", "rounded from value", "kept"),
+        ("both written", "kept", "takes the elements that differ"),
         ("parameter replaced in its module", "stays, of no model; a warning", "stays with its optimizer"),
         ("replaced, and added to an optimizer", "stays, of no model", "stays; the new one has its own"),
         ("buffer assigned in its module", "the new buffer, as it is", "made anew from it, at the next save"),
@@ -66,18 +64,6 @@ MASTERS: Final = Table(
         ("`model.float()` and the like", "cast back", "takes the elements that differ"),
         ("deepcopy, pickle", "copied", "copied"),
         ("`initialize` at another level", "float32 again, from value", "dropped"),
-    ),
-)
-
-#: What makes the two copies of a weight equal again; the first row that fits decides.
-WRITES: Final = Table(
-    head=("since both copies were equal (the first match wins)", "due"),
-    rows=(
-        ("half's version or address has moved", "pull"),
-        ("value's version has moved", "push"),
-        ("half's `data` was taken", "pull"),
-        ("value's `data` was taken", "push"),
-        ("none of these", "nothing"),
     ),
 )
 
@@ -136,13 +122,11 @@ STATE_CHANGES: Final = Table(
 SHOWN_IN: Final[dict[str, tuple[str, ...]]] = {
     "scaling/block": ("gradients",),
     "half/masters": ("masters",),
-    "half/written": ("writes",),
     "casts/ambience": ("casts",),
 }
 TABLES: Final[dict[str, Table]] = {
     "gradients": GRADIENTS,
     "masters": MASTERS,
-    "writes": WRITES,
     "casts": CASTS,
     "changes": STATE_CHANGES,
 }

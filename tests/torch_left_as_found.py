@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from internals import reset
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 # CPU tests are small. With one thread they are bitwise repeatable, and the workers do not compete for the cores.
 torch.set_num_threads(1)
@@ -34,6 +35,7 @@ def torch_as_it_is() -> dict[str, object]:
     nesting = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     seen["autocast nesting"] = nesting
+    seen["hooks of steps"] = list(_global_optimizer_pre_hooks)
     for owner, names in PATCHABLE:
         for name in names:
             seen[f"{getattr(owner, '__name__', owner)}.{name}"] = owner.__dict__.get(name, "absent")

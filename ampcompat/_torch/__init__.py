@@ -119,10 +119,18 @@ from ampcompat._torch.modules import (
     uncompiled,
     watch_zero_grad,
 )
-from ampcompat._torch.parameters import data_of, set_data, set_versions, watch_parameter_data
+from ampcompat._torch.parameters import (
+    DataWrites,
+    data_of,
+    memory_of,
+    set_data,
+    set_versions,
+    watch_collectives,
+    watch_parameter_data,
+)
 from ampcompat._torch.patch import Wrap, replace, replace_function, set_class, with_parameters_of, wrap_everywhere
 from ampcompat._torch.processes import store_for
-from ampcompat._torch.step_hooks import around_update, has_step_hooks
+from ampcompat._torch.step_hooks import around_update, call_before_steps, has_step_hooks
 from ampcompat._torch.version import (
     TORCH,
 )

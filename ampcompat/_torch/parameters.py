@@ -1,4 +1,4 @@
-"""Writes that move no version: through ``param.data``, and of our own."""
+"""Writes that do not move the version of a tensor: through its ``data``, by collectives, and our own."""
 
 from __future__ import annotations
 
@@ -42,39 +42,104 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
         tensor.data = data
 
 
-def watch_parameter_data(taken: Callable[[torch.Tensor], None], undo: ExitStack) -> None:
-    """Call ``taken(param)`` when ``param.data`` of any ``Parameter`` is read or assigned, before that is done.
+# -- writes through ``data`` -------------------------------------------------------------------------------------------
+class DataWrites:
+    """Counts writes to one tensor that do not move its version: through its ``data``, and what :meth:`add` notes.
 
-    Code that holds ``param.data`` can write to ``param`` without moving its version. Collectives
-    (``dist.broadcast(param, 0)``) write that way too, so they call ``taken`` as well.
+    ``tensor.data`` is another tensor at each access, with a version of its own. From a watched parameter, each of them
+    shares the version of :attr:`counter`, as a tensor and its ``detach()`` do: a write through any of them, or through
+    a view of one, moves it, also when the script has let go of that tensor.
+
+    Attributes:
+        counter: An empty tensor, whose version counts.
+    """
+
+    __slots__ = ("_version_seen", "counter")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        with torch.inference_mode(False):  # tensors of inference mode have no version
+            self.counter = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._version_seen = self.counter._version
+
+    @property
+    def happened(self) -> bool:
+        """Whether there was a write since the last :meth:`forget`."""
+        return self.counter._version != self._version_seen
+
+    def add(self) -> None:
+        """Count a write that torch does not count."""
+        set_versions([self.counter], [self.counter._version + 1])
+
+    def forget(self) -> None:
+        """Make what was written so far count no more."""
+        self._version_seen = self.counter._version
+
+
+def watch_parameter_data(writes_of: Callable[[torch.Tensor, bool], DataWrites | None], undo: ExitStack) -> None:
+    """Count writes through ``param.data`` of each ``Parameter`` that has :class:`DataWrites`.
+
+    Before ``param.data`` is read or assigned, ``writes_of(param, is_assigned)`` returns them, or None. To assign it is
+    a write.
 
     A property of ``torch.nn.Parameter``, and no subclass: torch compares ``type(p)`` with ``Parameter`` where it takes
     its fast paths, and ``Parameter(p)`` refuses a ``p`` of another class.
     """
 
     def get(param: torch.Tensor) -> torch.Tensor:
-        taken(param)
-        data: torch.Tensor = _DATA.__get__(param)
-        return data
+        writes = writes_of(param, False)
+        if writes is not None and _can_share_version():
+            data = writes.counter.detach()
+            _DATA.__set__(data, param)
+            return data
+        if writes is not None:
+            writes.add()  # there may be one, which would not be counted
+        plain: torch.Tensor = _DATA.__get__(param)
+        return plain
 
     def assign(param: torch.Tensor, data: torch.Tensor) -> None:
-        taken(param)
+        writes = writes_of(param, True)
         _DATA.__set__(param, data)
+        if writes is not None:
+            writes.add()
 
     replace(torch.nn.Parameter, "data", property(get, assign), undo)
-    _watch_collectives(taken, undo)
 
 
-def _watch_collectives(taken: Callable[[torch.Tensor], None], undo: ExitStack) -> None:
+# Bound once: each ``param.data`` asks them.
+_tracing_state: Final = torch._C._get_tracing_state
+_transform: Final = torch._C._functorch.peek_interpreter_stack
+_number_of_modes: Final = torch._C._len_torch_dispatch_stack
+
+
+def _can_share_version() -> bool:
+    """Whether nothing is active that would record or refuse it when two tensors are made to share a version."""
+    if _tracing_state() is not None or _transform() is not None:
+        return False
+    if not _number_of_modes():
+        return True
+    modes = torch._C._TorchDispatchModeKey
+    return torch._C._get_dispatch_mode(modes.FAKE) is None and torch._C._get_dispatch_mode(modes.PROXY) is None
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+def memory_of(tensor: torch.Tensor) -> int | None:
+    """Return what identifies the memory of ``tensor``, also that of its views and aliases; None if it has none."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        return None
+    memory: int = tensor.untyped_storage()._cdata
+    return memory
+
+
+def watch_collectives(handed_over: Callable[[torch.Tensor], None], undo: ExitStack) -> None:
+    """Call ``handed_over(tensor)`` before a collective gets ``tensor``, which it may write without moving a version."""
     if not torch.distributed.is_available():
         return
     from torch.distributed import distributed_c10d
 
     check = distributed_c10d._check_single_tensor
 
-    def checked(param: Any, name: str) -> None:
-        check(param, name)
-        if isinstance(param, torch.nn.Parameter):
-            taken(param)
+    def checked(tensor: Any, name: str) -> None:
+        check(tensor, name)
+        handed_over(tensor)
 
     replace(distributed_c10d, "_check_single_tensor", checked, undo)

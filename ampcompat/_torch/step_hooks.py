@@ -4,19 +4,35 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch.optim import optimizer as module
 
 
+class _Call:
+    """A hook before the steps of all optimizers that is amp's own."""
+
+    def __init__(self, called: Callable[[Any], None]) -> None:
+        self.called = called
+
+    def __call__(self, optimizer: Any, args: object, kwargs: object) -> None:
+        self.called(optimizer)
+
+
+def call_before_steps(called: Callable[[Any], None], undo: ExitStack) -> None:
+    """Have ``called(optimizer)`` called before each step of any optimizer, until ``undo``."""
+    undo.callback(module.register_optimizer_step_pre_hook(_Call(called)).remove)
+
+
 def has_step_hooks(optimizer: Any) -> bool:
-    """Whether a hook runs before or after the update in ``optimizer.step()``, of this optimizer or of all."""
+    """Whether a script's hook runs before or after the update in ``optimizer.step()``, of this optimizer or of all."""
     own = vars(optimizer)
+    of_all = module._global_optimizer_pre_hooks
     return bool(
         own.get("_optimizer_step_pre_hooks")
         or own.get("_optimizer_step_post_hooks")
-        or module._global_optimizer_pre_hooks
+        or (of_all and not all(isinstance(hook, _Call) for hook in of_all.values()))
         or module._global_optimizer_post_hooks
     )
 

@@ -1,5 +1,7 @@
 """Show the latest ``initialize`` call as apex's module-global state (``apex/amp/_amp_state.py``).
 
+``loss_scalers`` are those of the latest call that has optimizers.
+
 Scripts read ``loss_scalers``, ``opt_properties`` and ``handle`` here, test for them with ``hasattr``, and set
 ``allow_incoming_model_not_fp32``, ``hard_override`` and ``verbosity``.
 """
@@ -21,13 +23,22 @@ class AmpState:
     """A view of ``state.view``, so that a reset clears its attributes."""
 
     def __getattr__(self, name: str) -> Any:
+        if name == "loss_scalers":
+            calls = state.calls_shown()
+            if calls:
+                return calls[0].scalers
         if name.startswith("__") or name not in state.view:
             raise AttributeError(f"_amp_state has no attribute {name!r}; amp.initialize has not set it")
         return state.view[name]
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name == "loss_scalers" and state.session is not None and state.session.enabled:
-            state.session.replace_scalers(value)
+        if name == "loss_scalers":
+            calls = state.calls_shown()
+            if calls and calls[0].enabled:
+                raise AttributeError(
+                    f"amp._amp_state.loss_scalers = {value!r} - the list belongs to the call of amp.initialize - put"
+                    " scalers into it, one per loss: amp._amp_state.loss_scalers[0] = amp.scaler.LossScaler(128.0)."
+                )
         if name == "verbosity":
             value = _checked_verbosity(value)
         state.view[name] = value
@@ -71,7 +82,7 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     Returns:
         An iterator over tensors, float32 masters where the model's weights are half, in the order of
         ``optimizer.param_groups``. Outside of ``scale_loss`` blocks their gradients are unscaled float32: clip these.
-        Those that ``delay_unscale`` has left are unscaled by this call, and their loss scale moves.
+        The loss scale moves where ``delay_unscale`` has delayed that.
 
     Raises:
         TypeError: ``optimizer`` has no ``param_groups``.

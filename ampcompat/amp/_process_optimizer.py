@@ -6,11 +6,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES
-from ampcompat.amp.scaling.gradients import open_block_of, pending_in
+from ampcompat.amp.scaling.gradients import open_block_of
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
-from ampcompat.amp.scaling.unscaling import add_saved
 
 __all__ = ["AmpOptimizerState", "post_backward_models_are_masters"]
 
@@ -22,25 +20,25 @@ class AmpOptimizerState(OptimizerState):
 
     @property
     def params_have_scaled_gradients(self) -> bool:
-        """Whether ``param.grad`` holds gradients that a later block, or the step, unscales.
+        """Whether gradients are scaled outside of blocks: never.
 
-        Scripts write False: they have unscaled or cleared what is there. After that, the next block drops gradients of
-        half parameters, as under apex.
+        Scripts write False when they have cleared the gradients of a block with ``delay_unscale``, or divided them by
+        the scale. The latter raises: the block has divided them already.
         """
-        block = open_block_of(self.leaves)
-        return bool(pending_in(self.leaves)) or (block is not None and block.took_pending)
+        return False
 
     @params_have_scaled_gradients.setter
     def params_have_scaled_gradients(self, value: bool) -> None:
-        if value and not self.params_have_scaled_gradients:
+        if value:
             raise RuntimeError(
                 "params_have_scaled_gradients = True - only a scale_loss block knows by what gradients are scaled -"
                 " write `with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled: scaled.backward()`."
             )
-        if not value:
-            for pending in pending_in(self.leaves):
-                state.pending.remove(pending)
-                add_saved(pending.saved)
+        if self.delayed and any(leaf.grad is not None for leaf in self.leaves.tensors()):
+            raise RuntimeError(
+                "params_have_scaled_gradients = False after a scale_loss block with delay_unscale=True - the block has"
+                " unscaled the gradients already (D55) - do not divide them by the loss scale, and leave this line out."
+            )
 
     @property
     def already_patched(self) -> bool:

@@ -110,5 +110,5 @@ def init(
     handle = AmpHandle(session)
     if not follows_initialize:
         state.session = session
-        state.view.update(opt_properties=properties, loss_scalers=session.scalers, handle=handle)
+        state.view.update(opt_properties=properties, handle=handle)
     return handle

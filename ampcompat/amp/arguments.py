@@ -53,8 +53,9 @@ def as_models(models: object, opt_level: str, casts_weights: bool) -> list[torch
         _refuse_wrapped(model)
         if casts_weights:
             _refuse_scripted_parts(model, opt_level)
+        cast_before = _cast_by_amp(model)
         for module in model.modules():
-            _refuse_unsupported_weights(module)
+            _refuse_unsupported_weights(module, module in cast_before)
     return uncompiled
 
 
@@ -68,25 +69,50 @@ def _refuse_wrapped(model: torch.nn.Module) -> None:
 
 
 def _refuse_scripted_parts(model: torch.nn.Module, level: str) -> None:
-    """Raise a RuntimeError if a part of ``model`` is a ScriptModule; one that is scripted as a whole passes through."""
+    """Raise a RuntimeError if a part of ``model`` is a ScriptModule with weights to be cast.
+
+    One that is scripted as a whole passes through.
+    """
     if isinstance(model, torch.jit.ScriptModule):
         return
     for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
+        if isinstance(module, torch.jit.ScriptModule) and any(map(torch.is_floating_point, _tensors_in(module))):
             raise RuntimeError(
                 f"amp.initialize got a model with the scripted submodule {path!r} at opt_level={level!r} - the weights"
                 " of a ScriptModule cannot be cast in place - script it after amp.initialize, or use opt_level='O1'."
             )
 
 
-def _refuse_unsupported_weights(module: torch.nn.Module) -> None:
-    """Raise a RuntimeError if a parameter of ``module`` itself has no float32 values that amp could cast or train."""
+def _tensors_in(module: torch.nn.Module) -> list[torch.Tensor]:
+    """The parameters and buffers in ``module``."""
+    return [*module.parameters(), *module.buffers()]
+
+
+def _cast_by_amp(model: torch.nn.Module) -> set[torch.nn.Module]:
+    """The modules in ``model`` that an earlier call of ``initialize`` has cast, and what was added below them since.
+
+    What is added may be made of half weights: parametrizations of ``torch.nn.utils`` take the weight over.
+    """
+    cast: set[torch.nn.Module] = set()
+    for module in model.modules():
+        if module not in cast and half_weights(module) is not None:
+            cast.update(module.modules())
+    return cast
+
+
+def _refuse_unsupported_weights(module: torch.nn.Module, cast_before: bool) -> None:
+    """Raise a RuntimeError if a parameter of ``module`` itself has no float32 values that amp could cast or train.
+
+    Args:
+        module: A part of a model.
+        cast_before: Whether its weights may be half by an earlier call of ``initialize``.
+    """
     allows_half: bool = state.view["allow_incoming_model_not_fp32"]
     for name, param in module._parameters.items():
         if param is None:
             continue
         is_half = param.dtype in HALF_DTYPES
-        is_half_already = is_half and not allows_half and not _is_half_by_amp(module, param)
+        is_half_already = is_half and not allows_half and not cast_before
         why = _why_unsupported(param, is_half_already)
         if why is None:
             continue
@@ -94,11 +120,6 @@ def _refuse_unsupported_weights(module: torch.nn.Module) -> None:
             f"amp.initialize got a model with unsupported weights: parameter {name!r} of a {type(module).__name__}"
             f" {why}"
         )
-
-
-def _is_half_by_amp(module: torch.nn.Module, param: torch.Tensor) -> bool:
-    """Whether an earlier call of ``initialize`` has cast ``param`` of ``module``."""
-    return half_weights(module) is not None and param.dtype in HALF_DTYPES
 
 
 def _why_unsupported(param: torch.nn.Parameter, is_half_already: bool) -> str | None:

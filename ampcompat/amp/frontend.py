@@ -100,8 +100,8 @@ def initialize(
 
     The signature is apex's (``apex/amp/frontend.py: initialize``); what apex did not have is by keyword alone. May be
     called any number of times, for the same or other objects, at any levels: each call owns its models, optimizers and
-    scalers. ``amp._amp_state`` shows the latest call; ``amp.state_dict()`` has its scalers first, then those of earlier
-    calls whose optimizers are alive. apex allowed one call.
+    scalers. ``amp._amp_state`` shows the latest call, and the scalers of the latest that has optimizers;
+    ``amp.state_dict()`` has these first, then those of earlier calls whose optimizers are alive. apex allowed one call.
 
     Args:
         models: A ``torch.nn.Module`` with float32 weights, not yet wrapped in DDP or DataParallel; or a list of them.
@@ -334,7 +334,8 @@ def _take_over(session: Session, objects: _Objects) -> None:
     newcomers = _ids_that_come_under_amp(objects.models)
     held = set().union(*map(_ids_held_by, objects.optimizers))
     if not held <= newcomers:  # blocks of earlier calls may have given scaled gradients to what is not new
-        session.has_scaled = any(call.has_scaled for call in checkpoint.calls_from(state.session))
+        earlier = state.calls_shown() if state.session is None else [state.session, *state.calls_shown()]
+        session.has_scaled = any(call.has_scaled for call in earlier)
     if objects.changes:
         fsdp.apply(objects.changes)
     _cast_models(session, objects)
@@ -359,7 +360,7 @@ def _take_over(session: Session, objects: _Objects) -> None:
     state.view = view
     state.session = session
     if session.enabled:
-        checkpoint.restore_after_initialize(session)
+        checkpoint.restore_after_initialize()
     else:
         release_casts()
 
@@ -371,7 +372,7 @@ def _ids_that_come_under_amp(models: Modules) -> set[int]:
 
 def _view_of(session: Session, objects: _Objects) -> dict[str, Any]:
     """Return what ``amp._amp_state`` shows once ``session`` is in force."""
-    view = {**state.view, "opt_properties": session.properties, "loss_scalers": session.scalers}
+    view = {**state.view, "opt_properties": session.properties}
     takes_out = bool(objects.models) or any("_amp_stash" in vars(optimizer) for optimizer in objects.optimizers)
     if session.enabled or takes_out:
         view["handle"] = AmpHandle(session) if session.policy.casts.enabled else NoOpHandle()

@@ -17,7 +17,7 @@ from ampcompat.amp.scaling import optimizer as _optimizer
 from ampcompat.amp.scaling.scale_loss import scale_loss
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import DISABLED, Session
-from ampcompat.amp.session_casts import end_casts, switch_casts
+from ampcompat.amp.session_casts import end_casts
 
 __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "master_params", "scale_loss"]
 
@@ -34,12 +34,14 @@ class AmpHandle:
 
     @property
     def _is_active(self) -> bool:
-        """Whether this call's casts are in force; scripts write it to switch them off, and on again."""
         return self.is_active()
 
     @_is_active.setter
     def _is_active(self, active: bool) -> None:
-        switch_casts(self._session, bool(active))
+        raise AttributeError(
+            f"handle._is_active = {active!r} - it says whether casts are in force, and switches none - use `with"
+            " amp.disable_casts():` for a part of a program, handle._deactivate() for the rest of it."
+        )
 
     _clear_cache = staticmethod(torch.clear_autocast_cache)
 
@@ -78,14 +80,6 @@ class NoOpHandle(AmpHandle):
     def is_active(self) -> bool:
         """Whether casts of an earlier call are in force outside of its models."""
         return state.casts.ambient is not None
-
-    @property
-    def _is_active(self) -> bool:
-        return self.is_active()
-
-    @_is_active.setter
-    def _is_active(self, active: bool) -> None:
-        """Change nothing, as in apex: its call has no casts to switch."""
 
 
 class OptimWrapper:

@@ -1,4 +1,4 @@
-"""The casts of one call of ``initialize`` or ``amp.init``: begun, switched off and on, ended.
+"""The casts of one call of ``initialize`` or ``amp.init``: begun and ended.
 
 A :class:`~ampcompat.amp.scaling.session.Session` says what the call wants; here torch is told.
 """
@@ -14,7 +14,6 @@ from ampcompat.amp.casts.ambience import (
     policies_in_force,
     sessions_in_force,
     set_ambient,
-    switch_this_forward,
     uninstall_casting,
 )
 from ampcompat.amp.half.devices import device_types_of
@@ -66,22 +65,6 @@ def _warn_of_no_autocast(session: Session, device_type: str) -> None:
         f" {device_type!r}, which this torch cannot autocast - no function is cast there, and it trains in"
         " float32 - use opt_level='O2' (O5 for bfloat16), which casts the model.",
     )
-
-
-def switch_casts(session: Session, on: bool) -> None:
-    """Switch the casts of ``session`` off, or on again; a forward that this thread is in the middle of follows at once.
-
-    Ambient casts follow. Patches of torch stay, so that switching is cheap.
-    """
-    for policy in session.casting:
-        policy.casts = policy.casts._replace(enabled=on)
-    if state.session is None:  # reset since
-        return
-    if on:
-        install_casting(session.device_types)
-        _come_into_force(session)
-    set_ambient(session.device_types.union(state.casts.device_types))
-    switch_this_forward(on)
 
 
 def end_casts(session: Session) -> None:

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from ampcompat import __version__
-from ampcompat.cli._completion import SHELLS, PrintCompletion
 from ampcompat.cli._emit import emit
 
 __all__ = ["main"]
@@ -86,9 +85,6 @@ def _suggestion(word: str, known: Iterable[str]) -> str:
 def _parser(commands: Sequence[str], command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ampcompat", description="apex.amp on native torch AMP.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"ampcompat {__version__} (torch {torch_version()})")
-    parser.add_argument(
-        "--print-completion", choices=SHELLS, action=PrintCompletion, help="print what completes commands in a shell"
-    )
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     # One command needs no other's imports; the script under "run" should find the process as empty as can be.
     for name in [command] if command in commands else commands:

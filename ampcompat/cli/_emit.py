@@ -7,11 +7,19 @@ _COLOURS = {"red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 
 
 def emit(text: str, error: bool = False, end: str = "\n") -> None:
-    """Write ``text`` and ``end``; characters that the stream cannot show are escaped."""
+    """Write ``text`` and ``end``; characters that the stream cannot show are escaped.
+
+    Where the stream is read no further, as by ``| head -1``, the rest is dropped.
+    """
     stream = sys.stderr if error else sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + end)
-    stream.flush()
+    try:
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + end)
+        stream.flush()
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())  # what is in its buffer goes there, too, when Python ends
+        os.close(nowhere)
 
 
 def painted(text: str, colour: str) -> str:

@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable
 
 from ampcompat.cli._emit import emit, painted
-from ampcompat.cli._options import Gone
 from ampcompat.tools.check import Report, scan
 from ampcompat.tools.check.formats import github, lines, plain
 
@@ -34,9 +33,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("paths", nargs="*", default=["."], metavar="PATH", help="directories or files (default: .)")
     parser.add_argument("--format", choices=FORMATS, default="text", help="how to print the report (default: text)")
-    parser.add_argument("--json", action=Gone, instead="use --format json")
-    parser.add_argument("--select", action=Gone, instead="search what --format json prints")
-    parser.add_argument("--ignore", action=Gone, instead="write # ampcompat: ignore behind the line")
     parser.set_defaults(main=main, parser=parser)
     return parser
 

@@ -9,6 +9,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ampcompat import __version__
@@ -16,7 +17,7 @@ from ampcompat.cli import run as run_command
 from ampcompat.cli import torch_version
 from ampcompat.cli._emit import emit, painted
 from ampcompat.tools import script
-from ampcompat.tools.parity.compare import Result, Tolerance, judge, passed
+from ampcompat.tools.parity.compare import Result, Tolerance, judge, judge_again, must_repeat, passed
 from ampcompat.tools.parity.levels import Level, read_levels
 from ampcompat.tools.parity.runs import Run, run_all
 from ampcompat.tools.parity.save import save_json
@@ -96,13 +97,27 @@ def main(args: argparse.Namespace) -> int:
         runs = run_all(levels, runner.run)
         if runs[0].ending != "interrupted" and not runs[0].is_comparable:
             emit("no other level runs: there is nothing to compare it with", error=True)
-        return _report(runs, args)
+        results = judge(runs, Tolerance(args.rtol, args.atol), () if args.opt_level else ("O3",))
+        if must_repeat(results):
+            results = _judge_again(results, options, Path(temporary, "again"))
+        return _report(results, args)
 
 
-def _report(runs: Sequence[Run], args: argparse.Namespace) -> int:
+def _judge_again(results: Sequence[Result], options: Options, folder: Path) -> list[Result]:
+    """Judge once more, after another run of the reference: the script may not be repeatable."""
+    level = results[0].run.level
+    emit(f"{level.name} again, for one step: is the script repeatable?", error=True)
+    folder.mkdir()
+    repeated = _Runner(replace(options, steps=1), folder, keep_logs=False).run(level)
+    if repeated.ending == "interrupted":
+        results[-1].run.ending = "interrupted"
+    return judge_again(results, repeated)
+
+
+def _report(results: Sequence[Result], args: argparse.Namespace) -> int:
     """Print what the runs have shown, write it, and return the exit status."""
     tolerance = Tolerance(args.rtol, args.atol)
-    results = judge(runs, tolerance, () if args.opt_level else ("O3",))
+    runs = [result.run for result in results]
     emit("\n" + table(results, tolerance, painted))
     for warning in warnings_of(runs):
         emit(warning)
@@ -217,7 +232,7 @@ def _next_lines(results: Sequence[Result], args: argparse.Namespace) -> list[str
         for result in failed
         if result.run.first_not_finite or result.run.is_mostly_skipped
     ]
-    is_off = any(result.is_off for result in failed)
+    is_off = any(result.is_off and not result.not_repeatable for result in failed)
     if is_off and not lines and args.target[0] not in script.WORDS:
         lines = _of_check(args.target[0])
     return lines

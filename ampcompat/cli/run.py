@@ -203,9 +203,13 @@ def _show(report: PrecisionReport, file: str) -> None:
         told = report.save(file)
     except Exception as problem:
         emit(f"ampcompat run: no precision report: {problem}", error=True)
-    else:
-        if told:
-            emit(told)
+        return
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # of what the script has printed: Python says so when it ends
+        return
+    if told:
+        emit(told)
 
 
 def can_open(target: str) -> bool:

@@ -220,6 +220,12 @@ class FP16_Optimizer:
 
         The scaler is then of the checkpoint's generation, which one line says.
         """
+        if "fp32_from_fp16" not in state_dict:
+            raise ValueError(
+                f"FP16_Optimizer.load_state_dict got a dict of {sorted(state_dict)} - fp16_utils.FP16_Optimizer saves"
+                " fp32_from_fp16 - load it into the class that wrote it; with cur_scale, that is the FP16_Optimizer of"
+                " apex.contrib.optimizers."
+            )
         saved = [p for g in state_dict["fp32_from_fp16"] for p in g]
         masters = self.all_fp32_from_fp16_params
         if [p.shape for p in saved] != [p.shape for p in masters]:

@@ -18,6 +18,7 @@ from ampcompat._torch import Tensors
 from ampcompat._types import ParamGroup
 from ampcompat.multi_tensor_apply._rules import Hyper, usable
 from ampcompat.multi_tensor_apply._working import WorkingCopies, by_math_kind, math_dtype
+from ampcompat.optimizers._saved_forms import in_own_form
 from ampcompat.optimizers._steps import StepCounts
 
 R = TypeVar("R")
@@ -110,6 +111,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     """Whether the rule takes ``grad_scale`` and ``found_inf``; else it gets gradients without either."""
     _reads_whole_params: ClassVar[bool] = False
     """Whether the rule reads norms of layers, which a shard does not have."""
+    _reads: ClassVar[str]
+    """The row of :data:`._saved_forms.READS` that says which saved states it loads."""
 
     def __init__(self, params: Any, set_grad_none: bool, amsgrad: bool = False, **defaults: object) -> None:
         if amsgrad:
@@ -294,11 +297,22 @@ class FusedOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load as torch's does, but keep float32 state of half params, where torch rounds it to their dtype."""
+        """Load as torch's does, but keep float32 state of half params, where torch rounds it to their dtype.
+
+        State that another optimizer wrote is converted where that is exact: docs/resume.md has the table.
+
+        Raises:
+            ValueError: Another optimizer's state that is not converted, or torch's own; nothing has been changed then.
+        """
+        state_dict = self._in_own_form(state_dict)
         super().load_state_dict(state_dict)
         load_state_in(self, state_dict, self._state_dtype)
         for group in self.param_groups:
             self._load_group(group)
+
+    def _in_own_form(self, state_dict: StateDict) -> StateDict:
+        """Return ``state_dict`` with the names that this optimizer writes."""
+        return in_own_form(self, self._reads, state_dict, "in groups" if self._counts_steps else "not at all")
 
     def _load_group(self, group: ParamGroup) -> None:
         if "step" in group:  # a tensor in checkpoints of apex's FusedAdam(capturable=True)

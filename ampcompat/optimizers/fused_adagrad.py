@@ -29,6 +29,7 @@ class FusedAdagrad(FusedOptimizer):
 
     _kept = (*FusedOptimizer._kept, "adagrad_w_mode")
     _state_names = ("sum",)
+    _reads = "FusedAdagrad"
     _counts_steps = False
     multi_tensor_adagrad = staticmethod(multi_tensor_adagrad)
 

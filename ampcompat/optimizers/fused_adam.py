@@ -53,6 +53,7 @@ class FusedAdam(FusedOptimizer):
 
     _kept = (*FusedOptimizer._kept, "adam_w_mode", "master_weights", "max_grad_norm", "eps_inside_sqrt")
     _state_names = ("exp_avg", "exp_avg_sq")
+    _reads = "FusedAdam"
     _rule_unscales = True
     multi_tensor_adam = staticmethod(multi_tensor_adam)
     multi_tensor_adam_capturable = staticmethod(multi_tensor_adam_capturable)

@@ -39,6 +39,7 @@ class FusedLAMB(FusedOptimizer):
     """
 
     _kept = (*FusedOptimizer._kept, "adam_w_mode", "use_nvlamb")
+    _reads = "FusedLAMB"
     _reads_whole_params = True
     _state_names = ("exp_avg", "exp_avg_sq")
     multi_tensor_l2norm = staticmethod(multi_tensor_l2norm)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim.optimizer import StateDict
@@ -29,13 +31,14 @@ class FusedNovoGrad(FusedOptimizer):
 
     State: ``exp_avg`` (in the dtype of the param) and ``exp_avg_sq`` (the running norm itself, 0-dim float32) a param;
     ``step`` a group. apex kept the norms in the group as ``exp_avg_sq`` = [float16 params, float32 params], by position
-    among the params that had gradients; such checkpoints load where every param had one.
+    among the params that had gradients; such checkpoints load.
 
     Raises:
         RuntimeError: ``amsgrad=True``, or another ``norm_type``.
     """
 
     _kept = (*FusedOptimizer._kept, "moment_mode")
+    _reads = "FusedNovoGrad"
     _reads_whole_params = True
     _state_names = ("exp_avg", "exp_avg_sq")
     _state_of_layers = frozenset({"exp_avg_sq"})
@@ -90,18 +93,30 @@ class FusedNovoGrad(FusedOptimizer):
             norm_type=group["norm_type"],
         )
 
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load as :meth:`FusedOptimizer.load_state_dict` does; checkpoints of apex, with norms in the groups, too."""
-        super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            by_precision = group.pop("exp_avg_sq", None)
-            if by_precision is None:
-                continue
-            halves = [p for p in group["params"] if p.dtype == torch.float16]
-            floats = [p for p in group["params"] if p.dtype != torch.float16]
-            for params, running in zip((halves, floats), by_precision, strict=True):
-                if running is None or len(running) != len(params):
-                    continue
-                for param, norm in zip(params, running.unbind(), strict=True):
-                    dtype = self._state_dtype("exp_avg_sq", param)
-                    self.state[param]["exp_avg_sq"] = norm.to(param.device, dtype, copy=True)
+    def _in_own_form(self, state_dict: StateDict) -> StateDict:
+        saved = super()._in_own_form(state_dict)
+        for group, own_group in zip(saved["param_groups"], self.param_groups, strict=False):
+            norms = group.pop("exp_avg_sq", None)
+            if norms is not None:
+                self._give_norms_to_params(norms, group["params"], own_group["params"], saved["state"])
+        return saved
+
+    def _give_norms_to_params(
+        self, norms: list[Tensor | None], keys: list[Any], params: list[Tensor], states: dict[Any, Any]
+    ) -> None:
+        """Give each param of a group its norm from apex's lists, which have those of params with gradients alone."""
+        halves: list[Any] = []
+        floats: list[Any] = []
+        for key, param in zip(keys, params, strict=False):
+            if states.get(key):
+                (halves if param.dtype == torch.float16 else floats).append(states[key])
+        for of_dtype, running in zip((halves, floats), norms, strict=True):
+            count = 0 if running is None else len(running)
+            if count != len(of_dtype):
+                raise ValueError(
+                    f"FusedNovoGrad.load_state_dict got {count} norms for {len(of_dtype)} params with state - apex"
+                    " saved one a param, those of float16 params before the others - load it with params of the dtypes"
+                    " that it was saved with."
+                )
+            for state, norm in zip(of_dtype, () if running is None else running.unbind(), strict=True):
+                state["exp_avg_sq"] = norm.clone()

@@ -40,6 +40,7 @@ class FusedSGD(FusedOptimizer):
 
     _kept = (*FusedOptimizer._kept, "wd_after_momentum", "materialize_master_grads")
     _state_names = ("momentum_buffer",)
+    _reads = "FusedSGD"
     _counts_steps = False
     _rule_unscales = True
     multi_tensor_sgd = staticmethod(multi_tensor_sgd)

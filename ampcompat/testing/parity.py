@@ -10,7 +10,7 @@ import torch
 
 from ampcompat.tools.core import LEVELS, observing, reset
 from ampcompat.tools.generators import random_state, seed_all, set_random_state
-from ampcompat.tools.parity.compare import Tolerance, judge, passed
+from ampcompat.tools.parity.compare import Tolerance, judge, judge_again, must_repeat, passed
 from ampcompat.tools.parity.levels import Level
 from ampcompat.tools.parity.runs import Run, run_all
 from ampcompat.tools.parity.table import table
@@ -49,7 +49,9 @@ def assert_opt_level_parity(
     Raises:
         AssertionError: A loss is out of tolerance or not finite (where the reference is), more than half of the steps
             were skipped, or the numbers of losses differ. The message has the table of ``ampcompat parity`` and the
-            losses around the first step that is off.
+            losses around the first step that is off. Where a second training at the reference has another first loss,
+            it says that ``train`` is not repeatable.
+        TypeError: ``levels`` is a string, or ``train`` returned something else than losses.
         ValueError: An unknown level, a negative tolerance, or a ``train`` that shows no losses.
 
     A level that skipped steps for an overflow, as the first ones are while the loss scale is found, is compared with a
@@ -59,6 +61,8 @@ def assert_opt_level_parity(
     level starts from an unchanged torch.
     """
     __tracebackhide__ = True  # pytest shows the call and the message, not these lines
+    if isinstance(levels, str):
+        raise TypeError(f"levels={levels!r} is a string - it must be a sequence of levels - pass ({levels!r},).")
     for level in (reference, *levels):
         if level not in LEVELS:
             raise ValueError(f"{level!r} is not an opt_level - it must be one of {', '.join(LEVELS)} - pass these.")
@@ -74,8 +78,11 @@ def assert_opt_level_parity(
 
     runs = run_all([Level(level) for level in dict.fromkeys((reference, *levels))], run)
     results = judge(runs, tolerance)
+    if must_repeat(results):
+        results = judge_again(results, run(Level(reference), ()))
     if not passed(results[1:]):
-        told = f"losses differ from those at {reference}"
+        is_repeatable = not any(result.not_repeatable for result in results)
+        told = f"losses differ from those at {reference}" if is_repeatable else "train is not repeatable"
         raise AssertionError("\n\n".join([told, table(results, tolerance)]))
     return {run.level.opt_level: [loss for loss in run.losses if loss is not None] for run in runs}
 
@@ -92,7 +99,7 @@ def _run(train: Callable[[str], Iterable[SupportsFloat] | None], level: Level, s
         with _seeded(seed), observing(recorder), observing(Skips(recorder, skips)):
             returned = train(level.opt_level)
             if returned is not None:
-                run.returned = [float(loss) for loss in returned]
+                run.returned = _numbers(returned, level.opt_level)
     finally:
         reset()
     if not run.is_comparable:
@@ -102,6 +109,26 @@ def _run(train: Callable[[str], Iterable[SupportsFloat] | None], level: Level, s
             " scale_loss block - return the losses, or train with amp."
         )
     return run
+
+
+def _numbers(returned: Iterable[SupportsFloat], level: str) -> list[float]:
+    """The losses that ``train`` has returned, as floats."""
+    if not isinstance(returned, Iterable) or getattr(returned, "ndim", 1) == 0:
+        raise _no_losses(returned, level)
+    numbers: list[float] = []
+    for loss in returned:
+        try:
+            numbers.append(float(loss))
+        except (TypeError, ValueError, RuntimeError):
+            raise _no_losses(returned, level, f" with a {type(loss).__name__} in it that is no number") from None
+    return numbers
+
+
+def _no_losses(returned: object, level: str, more: str = "") -> TypeError:
+    return TypeError(
+        f"train({level!r}) returned a {type(returned).__name__}{more} - it must return the losses of its steps, or None"
+        " - collect them: losses.append(loss.detach())."
+    )
 
 
 @contextmanager

@@ -39,10 +39,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     from ampcompat.amp.levels import LEVELS  # imports torch
 
     levels = marker.args
-    if not levels or marker.kwargs or not set(levels) <= set(LEVELS):
-        raise pytest.UsageError(
-            f"{test.nodeid}: opt_levels{levels} - it takes one or more of {', '.join(LEVELS)}"
-            ' - write it as @pytest.mark.opt_levels("O1", "O2").'
+    if not levels or marker.kwargs or any(level not in [*LEVELS] for level in levels):
+        given = [*map(repr, levels), *(f"{name}={value!r}" for name, value in marker.kwargs.items())]
+        pytest.fail(
+            f"{test.nodeid}: opt_levels({', '.join(given)}) - it takes one or more of {', '.join(LEVELS)}"
+            ' - write it as @pytest.mark.opt_levels("O1", "O2").',
+            pytrace=False,
         )
     test.add_marker(pytest.mark.parametrize("opt_level", levels, indirect=True))
 

@@ -7,13 +7,15 @@ the alias, a script cannot tell it from ``python``.
 from __future__ import annotations
 
 import builtins
+import linecache
 import os
 import runpy
 import sys
+import textwrap
 import zipfile
 from collections.abc import Callable, Sequence
 from importlib.machinery import BuiltinImporter, SourceFileLoader
-from types import ModuleType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 
 from ampcompat._distribution import SHIM
 
@@ -53,9 +55,9 @@ def run(target: Sequence[str]) -> None:
     if first == "-m":
         run_module(rest[0], rest[1:])
     elif first == "-c":
-        run_code("-c", rest[0], "<string>", rest[1:])
+        run_code(rest[0], rest[1:])
     elif first == "-":
-        run_code("-", sys.stdin.buffer.read(), "<stdin>", rest)
+        run_standard_input(rest)
     else:
         run_path(first, rest)
 
@@ -70,9 +72,8 @@ def run_path(script: str, args: Sequence[str]) -> None:
         return
     path = os.path.abspath(script)
     _set_first_path(os.path.dirname(os.path.realpath(script)))
-    main.__dict__.update(
-        __file__=path, __cached__=None, __package__=None, __loader__=SourceFileLoader("__main__", path)
-    )
+    _set_file(main, path)
+    main.__dict__.update(__package__=None, __loader__=SourceFileLoader("__main__", path))
 
     def execute() -> None:
         with open(path, "rb") as file:
@@ -90,17 +91,28 @@ def run_module(name: str, args: Sequence[str]) -> None:
     _as_python_would(lambda: _runpy_main(name, alter_argv=True), ours=3)
 
 
-def run_code(word: str, source: str | bytes, file: str, args: Sequence[str]) -> None:
-    """Run ``source``, which tracebacks name ``file``, with ``word`` and ``args`` in ``sys.argv``."""
-    sys.argv[:] = [word, *args]
-    main = _new_main()
-    _set_first_path("")
-    main.__dict__.update(__package__=None, __loader__=BuiltinImporter)
-    if word == "-" and sys.version_info < (3, 15):
-        main.__dict__.update(__file__=file, __cached__=None)
+def run_code(source: str, args: Sequence[str]) -> None:
+    """Run ``source``, as ``python -c`` does, with ``args`` in ``sys.argv``."""
+    if sys.version_info >= (3, 14):
+        source = textwrap.dedent(source)
+    main = _new_main_without_file("-c", args)
 
     def execute() -> None:
-        exec(compile(source, file, "exec", dont_inherit=True), main.__dict__)
+        code = compile(source, "<string>", "exec", dont_inherit=True)
+        _keep_lines(code, source)
+        exec(code, main.__dict__)
+
+    _as_python_would(execute, ours=2)
+
+
+def run_standard_input(args: Sequence[str]) -> None:
+    """Run what standard input has, as ``python -`` does, with ``args`` in ``sys.argv``."""
+    source = sys.stdin.buffer.read()
+    main = _new_main_without_file("-", args)
+    _set_file(main, "<stdin>")
+
+    def execute() -> None:
+        exec(compile(source, "<stdin>", "exec", dont_inherit=True), main.__dict__)
 
     _as_python_would(execute, ours=2)
 
@@ -125,6 +137,28 @@ def _new_main() -> ModuleType:
         main.__annotations__ = {}
     sys.modules["__main__"] = main
     return main
+
+
+def _new_main_without_file(word: str, args: Sequence[str]) -> ModuleType:
+    sys.argv[:] = [word, *args]
+    main = _new_main()
+    _set_first_path("")
+    main.__dict__.update(__package__=None, __loader__=BuiltinImporter)
+    return main
+
+
+def _set_file(main: ModuleType, file: str) -> None:
+    main.__dict__["__file__"] = file
+    if sys.version_info < (3, 15):  # later pythons have no such name
+        main.__dict__["__cached__"] = None
+
+
+def _keep_lines(code: CodeType, source: str) -> None:
+    """Let tracebacks and ``inspect`` show the lines of ``source``, which no file has, as ``python -c`` does."""
+    if sys.version_info >= (3, 13):
+        name = "<string>"
+        is_keyed_by_code = hasattr(linecache, "_interactive_cache")  # the first 3.13s know one source for each name
+        linecache._register_code(code if is_keyed_by_code else name, source, name)
 
 
 def _set_first_path(path: str) -> None:

@@ -128,6 +128,7 @@ def test_probes(alias):
     assert importlib.util.find_spec("apex.absent") is None
     assert importlib.util.find_spec("apex.amp.absent") is None
     assert importlib.metadata.version("apex") == importlib.import_module("apex").__version__ == ampcompat.__version__
+    assert importlib.metadata.version("Apex") == ampcompat.__version__
     assert "apex" in {found.name for found in importlib.metadata.distributions()}
     assert importlib.metadata.version("torch").split("+")[0] == torch.__version__.split("+")[0]
 

@@ -17,7 +17,8 @@ SCRIPTS = {
     "fine": "print('fine')",
     "identity": """
 import sys
-print(sys.argv, __file__, __name__, __spec__, __package__, __cached__, sys.path[0], __loader__.__class__.__name__)
+print(sys.argv, __file__, __name__, __spec__, __package__, sys.path[0], __loader__.__class__.__name__)
+print(globals().get('__cached__', 'no __cached__'))
 print(sys.modules['__main__'].__dict__ is globals(), __builtins__, sorted(globals()))
 """,
     "syntax_error": "x = 1\nif x\n    pass\n",
@@ -148,6 +149,8 @@ def both(folder, *arguments, **keywords):
         ["-c", SCRIPTS["identity"].replace("'__main__'", '"__main__"'), "--opt-level", "x"],
         ["-c", "import helper; print(helper.NAME)\n1 / 0"],
         ["-c", "x = 1\nif x\n"],
+        ["-c", "import inspect\ndef f():\n    return 1 / 0\nprint(inspect.getsource(f))\nf()\n"],
+        ["-c", "\n    class A:\n        pass\n   \n    print(A.__name__)\n    1 / 0\n"],
         pytest.param(["-c", "import sys; sys.exit(3)"], marks=pytest.mark.slow),
     ],
     ids=" ".join,

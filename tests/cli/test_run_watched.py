@@ -127,7 +127,6 @@ def test_a_process_that_a_script_starts_writes_a_file_of_its_own(tmp_path, start
     assert f"wrote the precision report to {file.name}" in done.stdout
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_copy_of_the_script_writes_no_report(start_children):
     assert start_children("--report", "fork").stdout.count("precision report:") == 1
 

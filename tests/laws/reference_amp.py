@@ -27,7 +27,7 @@ class Scaler:
     window: int
     unskipped: int = 0
     put_off: bool = False
-    puts_off: bool = False  # blocks that the next transition counts
+    delayed: bool = False  # a step makes that transition, if no block has
 
     @classmethod
     def make(cls, loss_scale, minimum, maximum, window):
@@ -36,7 +36,8 @@ class Scaler:
         return cls(False, float(loss_scale), minimum, maximum, window)
 
     def update(self, overflow):
-        overflow, self.put_off, self.puts_off = overflow or self.put_off, False, False
+        overflow, self.put_off = overflow or self.put_off, False
+        self.delayed = False
         if not self.dynamic:
             self.unskipped += 1
         elif overflow:
@@ -81,6 +82,12 @@ class Weight:
         """The model's gradient shows what the master's is, and may be cleared."""
         self.shown = None if self.value.grad is None else (self.leaf.grad, self.leaf.grad._version)
 
+    def show(self):
+        """The model shows the sum again that a block had hidden."""
+        if self.has_master and self.leaf.grad is None and self.value.grad is not None:
+            self.leaf.grad = self.value.grad.to(self.leaf.dtype)
+            self.note()
+
     def zero(self):
         """``zero_grad(set_to_none=False)``: where the model has a gradient, both are zero."""
         if self.leaf.grad is None:
@@ -100,25 +107,14 @@ class Weight:
 
 
 @dataclass(eq=False)
-class Pending:
-    """Scaled gradients of one backward pass, left by blocks of ``scalers``, and unscaled ones from before."""
-
-    weights: list[Weight]
-    scale: float
-    scalers: list[Scaler]
-    saved: dict[Weight, torch.Tensor]
-
-
-@dataclass(eq=False)
 class Block:
-    """An open block: its weights each once, the unscaled gradients from before, and the scalers whose pass it is."""
+    """An open block: its weights each once, the unscaled gradients from before, and the scaler of its loss."""
 
     chosen: list["Optimizer"]
     weights: list[Weight]
     scale: float
-    scalers: list[Scaler]
+    scaler: Scaler
     saved: dict[Weight, torch.Tensor] = field(default_factory=dict)
-    took_pending: bool = False
 
 
 @dataclass(eq=False)
@@ -132,16 +128,26 @@ class Optimizer:
     overflow: bool = False
     suspect: bool = False  # gradients that are not finite may be there
     skipped: bool = False
+    delayed: set[Scaler] = field(default_factory=set)  # whose transitions its blocks have put off
+
+    def count_delayed(self):
+        for scaler in self.delayed:
+            if scaler.delayed:
+                scaler.update(False)
 
     def gradients(self):
         return [weight.value.grad for weight in self.weights if weight.value.grad is not None]
 
     def clear(self):
+        self.forget_flags()
+        self.delayed = set()
+
+    def forget_flags(self):
         self.flags = self.overflow = self.suspect = False
 
     def forget_flags_of_cleared(self):
         if (self.flags or self.suspect) and not self.gradients():
-            self.flags = self.overflow = self.suspect = False
+            self.forget_flags()
 
     def zero_grad(self, set_to_none=True):
         self.torch.zero_grad(set_to_none)
@@ -166,6 +172,7 @@ class Optimizer:
         has_overflowed = self.suspect or self.flags
         self.suspect = has_overflowed and (decides_itself or self.skipped)
         self.flags = self.overflow = False
+        self.delayed = set()
         for weight in self.weights:  # those that others step too keep their gradients until they are cleared
             if weight.has_master and weight not in self.shared:
                 weight.forget()
@@ -212,7 +219,6 @@ class Reference:
         self.dead = []  # weights that optimizers hold and no model does, where others are seen in their stead
         self.changes = 0  # of models, and of what optimizers hold: a run that is made anew has none
         self.away = []  # weights that an optimizer has let go, and which
-        self.pending = []
         self.open = []
         self.has_scaled = False
         self.list_weights()
@@ -231,7 +237,6 @@ class Reference:
         """Look at what the optimizers hold; return the weights that none had held."""
         by_value = {id(w.value): w for w in (*self.weights, *self.dead)}
         known = {weight for one in self.optimizers for weight in one.weights}
-        known |= {weight for pending in self.pending for weight in pending.weights}
         new = []
         for one in self.optimizers:
             before = one.weights
@@ -285,7 +290,14 @@ class Reference:
             possible = getattr(self, step["do"])(step) is not False
         except Refused:
             return "refused"
+        finally:
+            assert self.sums_show()
         return "taken" if possible else "impossible"
+
+    def sums_show(self):
+        """Outside of blocks, a master that has a gradient shows one in the model, until a script clears it there."""
+        with_sums = [w for w in self.weights if w.has_master and w.value.grad is not None and not w.cleared]
+        return all(weight.leaf.grad is not None for weight in with_sums)
 
     # -- changes of the models themselves ------------------------------------------------------------------------------
     def places(self, weight):
@@ -355,8 +367,6 @@ class Reference:
         """Run a backward pass outside any block, where its gradients cannot be taken for those of a block."""
         if any(w.leaf.grad is not None or w.value.grad is not None for w in self.weights):
             return False
-        if self.pending:
-            return False
         loss = self.loss(step)
         if loss.requires_grad:
             loss.backward()
@@ -374,10 +384,8 @@ class Reference:
         self.open.remove(block)
         if step["raises"]:
             self.put_back(block)
-        elif step["delay_unscale"]:
-            self.pending.append(Pending(block.weights, block.scale, block.scalers, block.saved))
         else:
-            self.end(block, check=not step["delay_overflow_check"])
+            self.end(block, not step["delay_overflow_check"], step["delay_unscale"])
 
     def nested(self, step):
         """A block in a block."""
@@ -438,19 +446,12 @@ class Reference:
         weights = list(dict.fromkeys(weight for one in chosen for weight in one.weights))
         self.refuse_open(weights)
         self.has_scaled = self.has_scaled or scaler.dynamic or scaler.scale != 1.0
-        for pending in list(self.pending):
-            if set(pending.weights) & set(weights) and not set(pending.weights) <= set(weights):
-                self.end_pending(pending)  # and the scale may move
-        block = Block(chosen, weights, scaler.scale, [scaler])
-        scaled = self.take_pending(block)
+        block = Block(chosen, weights, scaler.scale, scaler)
         for one in chosen:
             self.drop_cleared(one.weights)
-            if not scaled:
-                one.forget_flags_of_cleared()
+            one.forget_flags_of_cleared()
         for one in chosen:
             for weight in one.weights:
-                if weight in scaled:
-                    continue
                 if not weight.has_master and weight.leaf.grad is not None:
                     block.saved[weight] = weight.leaf.grad
                 weight.leaf.grad, weight.shown, weight.cleared = None, None, False
@@ -462,48 +463,29 @@ class Reference:
             if weight.shown is not None and weight.leaf.grad is None:
                 weight.forget()
 
-    def take_pending(self, block):
-        """The weights whose scaled gradients stay in the model, at the scale of ``block``."""
-        scaled = set()
-        for pending in list(self.pending):
-            if not set(pending.weights) & set(block.weights):
-                continue
-            self.pending.remove(pending)
-            for weight in pending.weights:
-                grad = weight.leaf.grad
-                if grad is not None:
-                    weight.leaf.grad = (grad.float() * (block.scale / pending.scale)).to(grad.dtype)
-            block.saved |= pending.saved
-            block.took_pending = True
-            block.scalers = list(dict.fromkeys([*block.scalers, *pending.scalers]))
-            scaled |= set(pending.weights)
-        return scaled
-
     def put_back(self, block):
         """What accumulated before the block is there again; its own gradients are not."""
         self.drop_cleared(block.weights)
         for weight in block.weights:
-            weight.leaf.grad = block.saved.get(weight)
+            weight.leaf.grad, weight.shown = block.saved.get(weight), None
+            weight.show()
 
-    def end(self, block, check=True):
-        overflow, flags = self.unscale(block, check)
+    def end(self, block, check=True, delay=False):
+        overflow, flags = self.unscale(block, check, delay)
         for one in block.chosen:
             one.flags |= flags
             one.overflow |= overflow
+            if delay:
+                one.delayed.add(block.scaler)
+            else:
+                one.count_delayed()
+                one.delayed = set()
         if flags:
             for other in self.optimizers:
                 if other not in block.chosen and set(other.weights) & set(block.weights):
                     other.suspect = True
 
-    def end_pending(self, pending):
-        self.pending.remove(pending)
-        overflow, flags = self.unscale(pending, True)
-        for one in self.optimizers:
-            if set(one.weights) & set(pending.weights):
-                one.flags |= flags
-                one.overflow |= overflow
-
-    def unscale(self, scaled, check):
+    def unscale(self, scaled, check, delay):
         """Unscale, add up, and move the scales; whether that overflowed where it matters, and whether it may."""
         overflow = False
         inverse = torch.tensor(1 / scaled.scale, dtype=torch.float32)
@@ -513,6 +495,7 @@ class Reference:
             new, old = weight.leaf.grad, scaled.saved.get(weight)
             if new is None:
                 weight.leaf.grad = old
+                weight.show()
                 continue
             overflow |= not bool(new.isfinite().all())
             unscaled = new.float() * inverse
@@ -522,37 +505,29 @@ class Reference:
             else:
                 unscaled = unscaled.to(new.dtype)
                 weight.leaf.grad = unscaled if old is None else unscaled + old
-        first, *others = scaled.scalers
-        if check:
-            first.update(overflow)
+        scaler = scaled.scaler
+        if check and not delay:
+            scaler.update(overflow)
         else:
-            first.put_off |= overflow and first.dynamic
-            first.puts_off = first.dynamic
-        for other in others:
-            other.update(overflow)
-        is_checked = any(scaler.dynamic for scaler in scaled.scalers)
+            scaler.delayed |= delay and scaler.dynamic
+            scaler.put_off |= overflow and scaler.dynamic
+        is_checked = scaler.dynamic
         return overflow and is_checked, is_checked
 
     def step(self, step):
         one = self.optimizers[step["optimizer"]]
         self.refuse_open(one.weights)
-        self.end_all_pending(one)
+        one.count_delayed()
         self.drop_cleared(one.weights)
         one.step()
         if step["asks"]:
             self.skipped = one.skipped
 
-    def end_all_pending(self, one):
-        for pending in list(self.pending):
-            if set(pending.weights) & set(one.weights):
-                self.end_pending(pending)
-
     def note_cleared(self, weights):
         """Forget what is known of the gradients of ``weights``."""
         cleared = set(weights)
-        for each in (*self.open, *self.pending):
+        for each in self.open:
             each.saved = {weight: grad for weight, grad in each.saved.items() if weight not in cleared}
-        self.pending = [pending for pending in self.pending if not set(pending.weights) <= cleared]
         for one in self.optimizers:
             if set(one.weights) <= cleared:
                 one.clear()
@@ -595,7 +570,7 @@ class Reference:
         for one in chosen:
             self.drop_cleared(one.weights)
             if not self.open:
-                self.end_all_pending(one)
+                one.count_delayed()
 
     def clip(self, step):
         self.look([self.optimizers[step["optimizer"]]])
@@ -642,7 +617,6 @@ class Reference:
         self.save_models()
         step["joined"] = self.joined
         self.has_scaled = False
-        self.pending = []
         for weight in self.weights:
             weight.leaf.grad, weight.cleared = None, False
             weight.forget()
@@ -650,7 +624,7 @@ class Reference:
             one.zero_grad()
             one.clear()
         for scaler in self.scalers:
-            scaler.put_off = scaler.puts_off = False
+            scaler.put_off = scaler.delayed = False
         for weight in self.weights:
             weight.leaf.data = weight.leaf.data.contiguous()
         return True

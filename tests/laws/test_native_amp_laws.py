@@ -8,31 +8,21 @@ import copy
 import io
 import math
 import pprint
-import sys
-import types
 
 import law_profiles  # noqa: F401 - loads the profile
 import programs
 import pytest
 import torch
 from hypothesis import settings
+from native_file import native_amp
 from reference_amp import Raised, Reference
 from test_training_laws import SHARED, STALE, TOGETHER, block, check, clear, step
 
-from ampcompat.tools.migrate.parts import PARTS, written
+from ampcompat.tools.migrate.parts import PARTS
 
 LEVELS = {"O0": "O0", "O1": "O1", "O2": "O1", "O3": "O1", "O4": "O4", "O5": "O4"}
 #: Steps about master weights, and about what a script cannot ask of the file.
 LEFT_OUT = (*programs.CHANGES, "leave", "come_back", "write", "load_scaler", "save")
-
-
-def fresh(parts):
-    """The file as a module of its own, with a state of its own."""
-    module = types.ModuleType("native_amp")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "native_amp", module)  # dataclasses look there
-        exec(compile(written(parts), "native_amp.py", "exec"), vars(module))
-    return module
 
 
 def parts_of(program):
@@ -57,7 +47,7 @@ class Native:
 
     def make(self, seed):
         config = self.config
-        self.amp = fresh(self.parts)
+        self.amp = native_amp(self.parts)
         self.models, self.weights = programs.build(config, seed)
         self.optimizers = programs.make_optimizers(config, self.weights)
         self.amp.initialize(
@@ -188,14 +178,16 @@ def run(program):
     reference = Reference(config)
     expected = [reference.seen()]
     taken = []
-    delayed = set()
+    delayed = {}  # optimizers of delayed blocks, and the losses of these
     overflowed = set()  # optimizers that have gradients which are not finite of blocks of their own
     pending = set()  # those that will skip their next step
     for one in program["steps"]:
         seen = expected[-1]
         has_gradients = any(grad is not None for grad in gradients(seen).values())
         is_lost = is_dynamic(config) and not are_finite(gradients(seen))
-        if is_left_out(one, has_gradients, is_lost, delayed, overflowed, pending):
+        if is_left_out(one, has_gradients, is_lost, set(delayed), overflowed, pending):
+            break
+        if one["do"] in ("step", "clip") and one["optimizer"] in holders(config, delayed) - set(delayed):
             break
         if one["do"] == "block" and has_gradients:  # sums of three are rounded in another order
             inside = [inner for inner in one["inside"] if inner["do"] != "block"]
@@ -209,13 +201,20 @@ def run(program):
         expected.append(reference.seen())
         taken.append(one if fate == "taken" else None)
         is_lost = is_dynamic(config) and not are_finite(gradients(expected[-1]))
+        losses = losses_counted_by(one, delayed)
+        if is_lost and len(losses) > 1:
+            expected.pop()
+            taken.pop()
+            break
         if one["do"] == "block":
             pending = pending | holders(config, one["optimizers"]) if is_lost else set()
             overflowed |= set(one["optimizers"])
-            delayed -= set(one["optimizers"])
-            delayed |= set(one["optimizers"] if one["delay_unscale"] else ())
+            for number in one["optimizers"]:
+                delayed.pop(number, None)
+                if one["delay_unscale"]:
+                    delayed[number] = losses
         elif one["do"] == "step":
-            delayed.discard(one["optimizer"])
+            delayed.pop(one["optimizer"], None)
             pending.discard(one["optimizer"])
         if not is_lost:
             overflowed.clear()
@@ -230,15 +229,16 @@ def run(program):
 def is_left_out(step, has_gradients, is_lost, delayed, overflowed, pending):
     """Whether the file does otherwise than amp.
 
-    A delayed block on top of older gradients shows the sum of both; a block that raises clears older ones; a block of
-    some of the optimizers of a delayed one ends that first. Gradients that are cleared while they are delayed count for
-    the scale all the same; weights that join keep their gradients. Gradients that overflowed in a block of another
-    optimizer, and were not cleared, count for a block, and are stepped with. That an overflow was cleared is seen by
-    the next block or step, but not if a backward pass outside of blocks comes before it.
+    A block that raises clears older gradients. A block of some of the optimizers of a delayed one counts that one, and
+    so does a step or a clip of another optimizer that shares its weights; an overflow counts for all losses of delayed
+    blocks. Gradients that are cleared after a delayed block do not count for the scale; weights that join keep their
+    gradients. Gradients that overflowed in a block of another optimizer, and were not cleared, count for a block, and
+    are stepped with. That an overflow was cleared is seen by the next block or step, but not if a backward pass outside
+    of blocks comes before it.
     """
     if step["do"] == "block":
         chosen = set(step["optimizers"])
-        adds_otherwise = has_gradients and bool(step["delay_unscale"] or step["raises"])
+        adds_otherwise = has_gradients and bool(step["raises"])
         return adds_otherwise or bool(delayed - chosen) or (is_lost and bool(chosen - overflowed))
     if step["do"] == "join":
         return has_gradients or bool(delayed)
@@ -247,6 +247,13 @@ def is_left_out(step, has_gradients, is_lost, delayed, overflowed, pending):
     if step["do"] == "step":
         return is_lost and step["optimizer"] not in overflowed
     return step["do"] == "clear" and bool(delayed)
+
+
+def losses_counted_by(step, delayed):
+    """The losses whose scales a block or step moves: its own, and those of delayed blocks."""
+    optimizers = step.get("optimizers", ()) if step["do"] == "block" else [step.get("optimizer")]
+    losses = {step["loss_id"]} if step["do"] == "block" else set()
+    return losses.union(*(delayed.get(number, ()) for number in optimizers))
 
 
 def holders(config, optimizers):

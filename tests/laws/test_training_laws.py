@@ -442,11 +442,10 @@ OVERTAKEN = {
 
 @pytest.mark.parametrize("steps", OVERTAKEN.values(), ids=OVERTAKEN)
 def test_overflows_reach_the_step_they_belong_to(steps):
-    """Pending gradients do as well."""
     run({"config": {**CONFIG, "level": "O2"}, "steps": steps})
 
 
-HARD_TO_SEE = {
+CLEARED_IN_THE_MODEL = {
     "the last block gave none": [[block(0, paths=[[0]]), block(0, paths=[[1]])], []],
     "the last block was empty": [[block(0), block(0, passes=0)], []],
     "the last block raised": [[block(0), block(0, raises="after")], []],
@@ -457,7 +456,7 @@ HARD_TO_SEE = {
 
 
 @pytest.mark.parametrize("how", ["none", "zeros"])
-@pytest.mark.parametrize(("before", "after"), HARD_TO_SEE.values(), ids=HARD_TO_SEE)
+@pytest.mark.parametrize(("before", "after"), CLEARED_IN_THE_MODEL.values(), ids=CLEARED_IN_THE_MODEL)
 def test_a_clearing_in_the_model_reaches_the_masters(before, after, how):
     for who in ("model", "one"):
         run({"config": {**CONFIG, "level": "O2"}, "steps": [*before, clear(who, how), *after, step(0)]})

@@ -31,6 +31,7 @@ from python_process import PATH_WITH_TESTS, run_python
 from torch import nn
 
 from ampcompat import amp
+from ampcompat.parallel import LARC
 
 
 def by_pickle(model):
@@ -313,3 +314,73 @@ def test_a_copy_is_taken_out_of_amp(level, way):
     assert all(torch.equal(value, want[name]) for name, value in clone.state_dict().items())
     with amp.disable_casts():
         assert clone(batch()).dtype == torch.float32
+
+
+# -- with the optimizer ------------------------------------------------------------------------------------------------
+def in_a_plain_loop(model, optimizer):
+    """A step of a script that does not know of amp: a trainer that was pickled whole, and is resumed."""
+    optimizer.zero_grad()
+    model(batch()).float().pow(2).mean().backward()
+    optimizer.step()
+
+
+@WAYS
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_copy_with_its_optimizer_trains_or_its_first_step_says_what_to_do(level, way):
+    both = made(level=level, loss_scale=128.0)
+    train(*both, 2)
+    model, optimizer = way(both)
+    before = copy.deepcopy(model.state_dict())
+    if level in MASTER_LEVELS:
+        message = (
+            r"SGD.step\(\) with masters that have no gradients - .* - call amp.initialize\(model, optimizer, opt_level="
+        )
+        with pytest.raises(RuntimeError, match=message):
+            in_a_plain_loop(model, optimizer)
+        optimizer.zero_grad()
+        model.zero_grad()
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+        train(model, optimizer)
+    else:
+        in_a_plain_loop(model, optimizer)
+    assert not torch.equal(before["head.weight"], model.state_dict()["head.weight"])
+    train(*both)  # the original goes on
+
+
+@WAYS
+def test_a_copy_with_its_optimizer_trains_as_the_original_does(way):
+    both = made(loss_scale=128.0)
+    train(*both, 2)
+    model, optimizer = way(both)
+    amp.initialize(model, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0)
+    train(model, optimizer, 2)
+    train(*both, 2)
+    for value, other in zip(model.state_dict().values(), both[0].state_dict().values(), strict=True):
+        assert torch.equal(value, other)
+
+
+def test_a_script_that_fills_gradients_of_masters_itself_may_step():
+    model, optimizer = by_pickle(made())
+    before = copy.deepcopy(model.state_dict())
+    model(batch()).float().pow(2).mean().backward()
+    for master in amp.master_params(optimizer):
+        master.grad = amp.model_param(master).grad.float()
+    optimizer.step()
+    assert not torch.equal(before["head.weight"], model.state_dict()["head.weight"])
+
+
+@WAYS
+def test_an_optimizer_that_was_made_for_a_copy_steps_its_half_weights(way):
+    model = way(made()[0])
+    before = model.head.weight.detach().clone()
+    in_a_plain_loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert not torch.equal(before, model.head.weight)
+
+
+def test_an_optimizer_inside_one_that_amp_knows_steps_where_models_are_copied():
+    model = Net()
+    optimizer = LARC(torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0)
+    copy.deepcopy(model)
+    train(model, optimizer, 2)
+    optimizer.step()

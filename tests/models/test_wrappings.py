@@ -149,6 +149,23 @@ def test_a_late_parametrization_keeps_the_master():
     masters_agree(model, optimizer)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", WRAPS)
+def test_a_model_that_is_parametrized_later_is_initialized_again(level, kind):
+    """What is added is made of the half weights that amp has cast: the script did not call ``half()``."""
+    model, optimizer = initialized(Net(), level)
+    train(model, optimizer, 1)
+    WRAPS[kind](model.head)
+    model, optimizer = initialized(model, level)
+    before = [p.detach().clone() for p in model.head.parameters()]
+    train(model, optimizer, 2)
+    assert any(not torch.equal(a, b) for a, b in zip(before, model.head.parameters(), strict=True))
+    assert {value.dtype for value in model.state_dict().values() if value.is_floating_point()} == {torch.float32}
+    for master in amp.master_params(optimizer):
+        weight = amp.model_param(master)
+        assert torch.equal(master.to(weight.dtype), weight)
+
+
 class Symmetric(nn.Module):
     def forward(self, weight):
         return weight.triu() + weight.triu(1).transpose(-1, -2)
@@ -259,6 +276,28 @@ def test_script_modules_are_passed_through_with_a_message(level, capsys):
     assert model is scripted
     assert "A ScriptModule runs as it was scripted" in capsys.readouterr().out
     train(model, optimizer, 2)
+
+
+class Doubling(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_scripted_part_without_weights_trains(level):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit")
+        part = torch.jit.script(Doubling())
+    torch.manual_seed(0)
+    model, optimizer = initialized(nn.Sequential(nn.Linear(4, 8), part, nn.Linear(8, 2)), level)
+    torch.manual_seed(0)
+    twin, twin_optimizer = initialized(nn.Sequential(nn.Linear(4, 8), Doubling(), nn.Linear(8, 2)), level)
+    train(model, optimizer, 2)
+    train(twin, twin_optimizer, 2)
+    same = zip(model.state_dict().values(), twin.state_dict().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in same)
+    amp.initialize(model, optimizer, enabled=False)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("level", LEVELS)

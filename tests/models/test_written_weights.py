@@ -1,5 +1,7 @@
 """What scripts write to weights lasts, whenever they first do it: ordinary idioms, at O2 and O5 as at O0.
 
+Writes through tensors that ``p.data`` gave out are in ``test_written_data.py``.
+
 Every number here is exact in both halves, so the levels agree to the bit.
 """
 
@@ -209,30 +211,6 @@ def test_what_was_not_written_keeps_its_low_bits(level, first):
         run.step()
 
 
-@pytest.mark.parametrize("level", ["O0", *MASTER_LEVELS])
-def test_an_alias_from_before_the_last_step_is_found_by_sync_masters(level):
-    """Nothing else tells of a write through it; a step would round the master over it."""
-    run = Run(level)
-    aliases = [param.data for param in run.model.parameters()]
-    row = run.model.head.weight.data[0]
-    for _ in range(3):
-        run.step()
-        for alias in aliases:
-            alias.clamp_(-0.125, 0.125)
-        row.fill_(0.5)
-        amp.sync_masters(run.model)
-    run.step()
-    want = Run("O0")
-    for _ in range(3):
-        want.step()
-        for param in want.model.parameters():
-            param.data.clamp_(-0.125, 0.125)
-        want.model.head.weight.data[0] = 0.5
-    want.step()
-    for name, value in want.weights().items():
-        assert torch.equal(run.weights()[name], value), name
-
-
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_a_state_dict_that_is_kept_costs_forwards_nothing(level):
     """The idiom of early stopping: the best weights so far are kept, and training goes on."""
@@ -295,27 +273,6 @@ def test_parameters_of_a_class_of_the_scripts_own(level):
     model.weight.data.fill_(0.25)
     assert type(model.weight) is OwnParameter
     assert (next(amp.master_params(optimizer)) == 0.25).all()
-
-
-@pytest.mark.on_cpu
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_a_collective_on_the_weight_itself(level, tmp_path):
-    """Collectives move no version: that they took the weight is noted."""
-    dist = torch.distributed
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        run = Run(level)
-        for _ in range(6):
-            run.step()
-        master = next(amp.master_params(run.optimizer))
-        kept_alias = run.model.codebook.weight.detach().view(torch.int16).numpy()
-        kept_alias[:] = 0
-        with torch.no_grad():
-            dist.broadcast(run.model.codebook.weight, 0)
-        run.step()
-        assert (master[2:] == 0).all()
-    finally:
-        dist.destroy_process_group()
 
 
 def test_data_is_torch_s_own_again_after_a_reset():

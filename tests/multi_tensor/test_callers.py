@@ -107,12 +107,11 @@ class OpenNMT(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.eps_mode = 0 if eps_inside_sqrt else 1
 
-    def step(self, closure=None, grads=None, output_params=None, scale=1.0):
-        for group in self.param_groups:
-            count = len(group["params"])
-            for p, grad, output in zip(
-                group["params"], grads or [None] * count, output_params or [None] * count, strict=True
-            ):
+    def step(self, closure=None, grads=None, output_params=None, scale=1.0, grad_norms=None):
+        grads_by_group = self.by_group(grads)
+        outputs_by_group = self.by_group(output_params)
+        for group, group_grads, outputs in zip(self.param_groups, grads_by_group, outputs_by_group, strict=True):
+            for p, grad, output in zip(group["params"], group_grads, outputs, strict=True):
                 state = self.state[p]
                 if not state:
                     state.update(step=0, exp_avg=torch.zeros_like(p.data), exp_avg_sq=torch.zeros_like(p.data))
@@ -132,6 +131,12 @@ class OpenNMT(torch.optim.Optimizer):
                     1,
                     group["weight_decay"],
                 )
+
+    def by_group(self, given):
+        """A list is that of the one group, a list of lists has one for each."""
+        if given is None:
+            return [[None] * len(group["params"]) for group in self.param_groups]
+        return given if isinstance(given[0], list) else [given]
 
 
 @dtypes

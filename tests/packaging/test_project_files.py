@@ -48,6 +48,16 @@ def test_the_matrix_has_every_torch_that_is_pinned(matrix):
     assert matrix["torch"] == [pinned("constraints-oldest.txt"), pinned("constraints.txt"), "newest"]
 
 
+def test_each_python_has_one_pin_of_what_the_tests_need(project, matrix):
+    lines = (ROOT / ".ci" / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    needed = {Requirement(one).name for one in [*project["dependencies"], *project["optional-dependencies"]["test"]]}
+    for python in matrix["python"]:
+        names = [pin.name for pin in pins if not pin.marker or pin.marker.evaluate({"python_version": python})]
+        assert needed <= set(names), python
+        assert len(names) == len(set(names)), python
+
+
 def test_the_classifiers_name_the_pythons_of_the_matrix(project, matrix):
     named = [c.rpartition(" ")[2] for c in project["classifiers"] if re.fullmatch(r".* :: Python :: 3\.\d+", c)]
     assert named == matrix["python"]

@@ -12,8 +12,8 @@ from ampcompat import cli
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-#: torch's own, another home of a name on the page, and names that are no functions.
-NOT_ON_THE_PAGE = {"ReduceOp", "ampcompat.optimizers.FP16_Optimizer", "__version__", "_amp_state"}
+#: torch's own, and names that are no functions.
+NOT_ON_THE_PAGE = {"ReduceOp", "__version__", "_amp_state"}
 
 
 def read(page: str) -> str:

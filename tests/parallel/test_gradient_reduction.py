@@ -402,7 +402,6 @@ def check_an_overflow_on_one_rank(rank):
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:`torch.cpu.amp.autocast:FutureWarning")  # torch 2.4's checkpoint
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 def test_on_two_processes(check):

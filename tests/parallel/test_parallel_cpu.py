@@ -139,7 +139,6 @@ CHECKS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_two_processes():
     run_on_two_processes(CHECKS)
 

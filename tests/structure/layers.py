@@ -37,7 +37,7 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
         *("cpu_convolution", "installation", "registration", "ambience"),
     ),
     "half": (
-        *("merging", "written", "masters", "record", "saving", "casting"),
+        *("masters", "record", "saving", "casting"),
         *("devices", "forward", "model_class", "keep_fp32", "boundary", "unwrap"),
     ),
     "scaling": (
@@ -55,6 +55,7 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
         *(
             "device_steps",
             "optimizer_state",
+            "unreduced",
             "between_blocks",
             "backward_methods",
             "block",
@@ -65,7 +66,7 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
         ),
         *("optimizer", "checkpoint"),
     ),
-    "misuse": ("half_gradients", "watch"),
+    "misuse": ("half_gradients", "unknown_optimizers", "watch"),
 }
 #: Modules outside ``amp`` that every module of it may import.
 SHARED: Final = frozenset(("_state", "_torch", "_types", "_log"))

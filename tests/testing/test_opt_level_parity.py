@@ -148,6 +148,33 @@ def test_a_loop_without_losses_is_refused(returned, match):
         assert_opt_level_parity(lambda level: returned)
 
 
+@pytest.mark.parametrize(
+    ("returned", "match"),
+    [
+        (0.5, r"train\('O0'\) returned a float - it must return the losses of its steps, or None - collect them"),
+        (torch.tensor(0.5), r"returned a Tensor - it must return the losses of its steps"),
+        ([torch.ones(2)], r"returned a list with a Tensor in it that is no number - it must return"),
+        (["x"], r"returned a list with a str in it that is no number - it must return"),
+    ],
+)
+def test_what_is_no_sequence_of_losses_is_refused(returned, match):
+    with pytest.raises(TypeError, match=match):
+        assert_opt_level_parity(lambda level: returned)
+
+
+def test_levels_as_a_string_are_refused_before_anything_runs():
+    with pytest.raises(TypeError, match=r"levels='O1' is a string - it must be a sequence of levels - pass \('O1',\)"):
+        assert_opt_level_parity(lambda level: pytest.fail("ran"), levels="O1")
+
+
+def test_a_training_that_is_not_repeatable_is_told_so():
+    losses = iter([[1.0], [2.0], [3.0]])
+    message = failure(lambda level: next(losses), ("O1",))
+    assert message.startswith("train is not repeatable\n")
+    assert "Two runs of O0 differ before any step was made: the loss was 1, and then 3." in message
+    assert "FAIL" not in message
+
+
 def test_the_traceback_ends_in_the_test():
     """pytest hides the frames of the assertion itself: its message says it all."""
     with pytest.raises(AssertionError) as raised:

@@ -99,8 +99,17 @@ def test_fixtures_and_parameters_of_the_same_name_come_first(run):
     result.assert_outcomes(passed=2)
 
 
-@pytest.mark.parametrize("arguments", ["", "'01'"])
-def test_levels_that_do_not_exist_are_refused(run, arguments):
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ("", "()"),
+        ("'01'", "('01')"),
+        ("['O1', 'O2']", "(['O1', 'O2'])"),
+        ("levels=['O1']", "(levels=['O1'])"),
+        ("'O1', 2", "('O1', 2)"),
+    ],
+)
+def test_levels_that_do_not_exist_are_refused(run, arguments, shown):
     result = run(
         f"""
         import pytest
@@ -111,7 +120,10 @@ def test_levels_that_do_not_exist_are_refused(run, arguments):
         """
     )
     assert result.ret != 0
-    result.stdout.fnmatch_lines(["*opt_levels(*) - it takes one or more of O0, O1, O2, O3, O4, O5*"])
+    (line,) = [line for line in result.stdout.lines if "it takes one or more" in line]
+    assert f"::test_level: opt_levels{shown} - it takes one or more of O0, O1, O2, O3, O4, O5 - write " in line
+    assert "INTERNALERROR" not in result.stdout.str()
+    assert "plugin.py" not in result.stdout.str()
 
 
 def test_it_can_be_left_out(run):

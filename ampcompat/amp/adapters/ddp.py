@@ -1,8 +1,8 @@
 """Keep masters and gradients right under ``DistributedDataParallel``.
 
 Its constructor broadcasts rank 0's weights: half ones at O2. Masters must become rank 0's as well, low bits included,
-or ranks that started from different seeds drift apart. Under ``no_sync``, gradients must stay in ``param.grad``, still
-scaled, until a later backward pass averages them.
+or ranks that started from different seeds drift apart. Under ``no_sync``, gradients are those of one rank until a later
+backward pass averages them.
 """
 
 from __future__ import annotations

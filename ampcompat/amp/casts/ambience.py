@@ -149,14 +149,6 @@ def apply_ambient_casts() -> None:
     torch.set_autocast_cache_enabled(casts.original.cache and not casts_somewhere)
 
 
-def switch_this_forward(on: bool) -> None:
-    """Switch casts inside the forward of a casting model that this thread is in the middle of, until its end."""
-    thread = state.casts.thread
-    if thread.forwards and not thread.off:
-        for device_type in state.casts.device_types:
-            torch.set_autocast_enabled(device_type, on)
-
-
 def _switch_off_in_forked_process() -> None:
     """Switch casts off: a forked worker (DataLoader) inherits the casts of this thread."""
     if state.casts.ambient is not None:

@@ -75,6 +75,8 @@ def target_dtype(
     if dtype is None:  # no cast is wanted: undo the cast of an earlier call
         was_cast = half_weights(module) is not None
         return torch.float32 if was_cast else None
+    if isinstance(module, torch.jit.ScriptModule):  # without weights: others are refused
+        return None
     if module in keep_fp32:
         return torch.float32
     if keep_batchnorm_fp32 and _is_affine_batch_norm(module):
@@ -133,7 +135,7 @@ def _flatten(module: torch.nn.RNNBase) -> None:
     """Put the weights of ``module`` into one buffer for cuDNN again: the cast gave each memory of its own."""
     module.flatten_parameters()
     for master in masters_by_name(module).values():
-        master.note_untouched()  # it has moved the half weights, and taken their ``data``
+        master.note_equal()  # the half weights were moved, not written
 
 
 def _castable_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

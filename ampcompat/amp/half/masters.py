@@ -4,42 +4,45 @@ A master belongs to the model's tensor. Its module holds it (:class:`ampcompat.a
 deepcopy and pickle take it along; either tensor leads to it (:func:`master_of`); optimizers borrow its float32 copy.
 The life of a master, as a table of what each event does to its two copies:
 
-==========================================  =============================  =======================================
-event                                       half (the model's tensor)      value (the float32 master)
-==========================================  =============================  =======================================
-``initialize``                              rounded from float32           the float32 weight, to the bit
-``optimizer.step``                          rounded from value             stepped by the optimizer
-``load_state_dict``                         rounded from what was loaded   what was loaded
-half written, its version moves             kept                           takes the elements that differ
-half written through ``data``               kept                           takes the elements that differ
-half written through an older alias         kept until the next step       at ``amp.sync_masters`` alone
-half written, and written back              kept                           kept
-value written                               rounded from value             kept
-both written in place                       kept                           takes the elements that differ
-half through ``data``, then value in place  rounded from value             kept
-parameter replaced in its module            stays, of no model; a warning  stays with its optimizer
-replaced, and added to an optimizer         stays, of no model             stays; the new one has its own
-buffer assigned in its module               the new buffer, as it is       made anew from it, at the next save
-``model.to(device)``                        moved                          follows
-other strides (``memory_format=``)          laid out anew                  keeps its strides, for fused optimizers
-``model.float()`` and the like              cast back                      takes the elements that differ
-deepcopy, pickle                            copied                         copied
-``initialize`` at another level             float32 again, from value      dropped
-==========================================  =============================  =======================================
+=========================================  =============================  =======================================
+event                                      half (the model's tensor)      value (the float32 master)
+=========================================  =============================  =======================================
+``initialize``                             rounded from float32           the float32 weight, to the bit
+``optimizer.step``                         rounded from value             stepped by the optimizer
+``load_state_dict``                        rounded from what was loaded   what was loaded
+half written, also through ``data``        kept                           takes the elements that differ
+half written past torch, as through numpy  kept until the next step       at ``amp.sync_masters`` alone
+half written, and written back             kept                           kept
+value written, also through ``data``       rounded from value             kept
+both written                               kept                           takes the elements that differ
+parameter replaced in its module           stays, of no model; a warning  stays with its optimizer
+replaced, and added to an optimizer        stays, of no model             stays; the new one has its own
+buffer assigned in its module              the new buffer, as it is       made anew from it, at the next save
+``model.to(device)``                       moved                          follows
+other strides (``memory_format=``)         laid out anew                  keeps its strides, for fused optimizers
+``model.float()`` and the like             cast back                      takes the elements that differ
+deepcopy, pickle                           copied                         copied
+``initialize`` at another level            float32 again, from value      dropped
+=========================================  =============================  =======================================
 
 An element differs where ``value`` does not round to what ``half`` holds: every element that no other code wrote keeps
 its low bits.
 
 To *push* is to round a master into its half weight, to *pull* is to take what was written to a half weight into its
-master, to *align* is to do whichever is due (:mod:`ampcompat.amp.half.written`). A forward only pushes
-(:func:`push_written`): half weights that a script wrote are used unchanged. A step, a save or a copy aligns
-(:func:`align_written`): a weight that was written for a forward and written back before that keeps every bit of its
-master.
+master, to *align* is to do whichever is due. A forward only pushes (:func:`push_written`): half weights that a script
+wrote are used unchanged. A step, a save or a copy aligns (:func:`align_written`): a weight that was written for a
+forward and written back before that keeps every bit of its master.
+
+Which copy was written is a fact, and nothing here reads the device for it. Each copy has two numbers that writes move:
+the version of the tensor, and a count of writes through its ``data`` (:class:`ampcompat._torch.DataWrites`). The half
+weight has its address too, which ``half.to(...)`` moves. A copy is written if one of these is not what it was when both
+copies were equal (:func:`half_written`, :func:`value_written`). To read ``data`` moves none of them.
 """
 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -48,8 +51,6 @@ import torch
 from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
-from ampcompat.amp.half.merging import merge_, merged
-from ampcompat.amp.half.written import Due, due
 
 
 class Master:
@@ -71,10 +72,8 @@ class Master:
         half_version: Version of ``half`` at that time.
         value_version: Version of ``value`` then.
         address: Address of ``half`` then.
-        value_taken: Whether ``value.data`` was taken since then, or ``value`` was handed out in a state dict.
-        half_taken: Whether ``half.data`` was taken since the last push. A pull keeps the flag: in
-            ``p.data.copy_(model.state_dict()[name])``, ``data`` is taken, then the save pulls, and only then ``p`` is
-            written. Always True for a buffer: batch norm writes its buffers unseen, so each alignment compares them.
+        half_data_writes: Writes through ``half.data`` since then; None until it is first asked for.
+        value_data_writes: Writes through ``value.data`` since then; None until it is first asked for.
 
     What tells whether a script has cleared a half gradient:
 
@@ -94,13 +93,17 @@ class Master:
         self.value = value
         self.slots: list[tuple[dict[str, Any], str]] = []
         self.grad_shown = False
-        self.note_untouched()
+        self.half_data_writes: _torch.DataWrites | None = None
+        self.value_data_writes: _torch.DataWrites | None = None
+        self.address = half.data_ptr()
+        self.note_equal()
         self.register()
 
     def register(self) -> None:
         """Index this master under both of its tensors."""
         index = state.masters
         index.by_tensor[id(self.half)] = index.by_tensor[id(self.value)] = self
+        index.by_memory = None
 
     def add_slot(self, module: torch.nn.Module, name: str) -> None:
         """Note that ``module.name`` is ``half``."""
@@ -117,55 +120,57 @@ class Master:
         self.grad_shown = False
         self.value.grad = None
 
+    def drop_cleared_gradient(self) -> None:
+        """Drop ``value.grad`` where the model showed it, and a script has cleared it there."""
+        if self.grad_shown and self.half.grad is None:
+            self.drop_gradient()
+
+    def show_gradient(self) -> None:
+        """Show ``value.grad`` in the model, rounded, where a block has hidden it and gave no other."""
+        if self.value.grad is not None and self.half.grad is None:
+            self.half.grad = self.value.grad.detach().to(self.dtype)
+            self.grad_shown = True
+
     # -- which copy was written ----------------------------------------------------------------------------------------
     def note_equal(self) -> None:
-        """Note that both copies are equal now."""
+        """Note that both copies are equal now: nothing that happened before counts as written."""
         self.half_version = self.half._version
         self.value_version = self.value._version
-        self.address = self.half.data_ptr()
-        self.value_taken = False
+        address = self.half.data_ptr()
+        if address != self.address:
+            self.address = address
+            self.half_data_writes = None  # what ``data`` was before is not the weight's memory any more
+            state.masters.by_memory = None
+        self.forget_data_writes()
 
-    def note_untouched(self) -> None:
-        """Note that both copies are equal now, and that nothing that happened before counts as written."""
-        self.note_equal()
-        self.half_taken = not self.is_param
+    def forget_data_writes(self) -> None:
+        """Make what was written through ``data`` of either copy so far count no more."""
+        if self.half_data_writes is not None:
+            self.half_data_writes.forget()
+        if self.value_data_writes is not None:
+            self.value_data_writes.forget()
 
-    @property
-    def half_has_moved(self) -> bool:
-        """Whether ``half`` has another version or address than when both copies were equal."""
-        return self.half._version != self.half_version or self.half.data_ptr() != self.address
+    def data_writes_of(self, tensor: torch.Tensor) -> _torch.DataWrites:
+        """Return the writes through the ``data`` of ``tensor``, one of both copies.
 
-    @property
-    def value_has_moved(self) -> bool:
-        """Whether ``value`` has another version than when both copies were equal."""
-        return self.value._version != self.value_version
-
-    @property
-    def due(self) -> Due:
-        """What makes both copies equal again."""
-        return due(
-            half_moved=self.half_has_moved,
-            value_moved=self.value_has_moved,
-            half_taken=self.half_taken,
-            value_taken=self.value_taken,
-        )
-
-    def note_taken(self, tensor: torch.Tensor) -> None:
-        """Note that the ``data`` of ``tensor``, one of both copies, is taken: it may be written through it.
-
-        The other copy, if it was written, is aligned first, so that the later write is the one that counts.
+        Where the other copy was written, ``tensor`` follows first: a script that asks for ``data`` finds what is in
+        force, and what it then writes there is the later write.
         """
-        if not self.is_param:
-            return
         if tensor is self.half:
-            if self.due is Due.PUSH:
+            if value_written([self]):
                 align_written([self])
-            self.half_taken = True
-        else:
-            if self.due is Due.PULL:
-                align_written([self])
-                self.half_taken = False  # unlike after other pulls: what comes through the master's ``data`` counts
-            self.value_taken = True
+            if self.half_data_writes is None:
+                self.half_data_writes = _torch.DataWrites(tensor)
+            return self.half_data_writes
+        if half_written([self]):
+            align_written([self])
+        if self.value_data_writes is None:
+            self.value_data_writes = _torch.DataWrites(tensor)
+        return self.value_data_writes
+
+    def count_as_written(self, tensor: torch.Tensor) -> None:
+        """Count ``tensor``, one of both copies, as written: it may be, where torch does not tell."""
+        self.data_writes_of(tensor).add()
 
     # -- what the module did to its tensor -----------------------------------------------------------------------------
     def follow_module(self) -> None:
@@ -183,6 +188,7 @@ class Master:
             " follow, but optimizer state does not - move the model before amp.initialize (D15).",
         )
         _torch.set_data(self.value, self.value.detach().to(self.half.device))
+        state.masters.by_memory = None
         if self.value.grad is not None:
             self.value.grad = self.value.grad.to(self.half.device)
 
@@ -197,13 +203,13 @@ class Master:
         )
         exact = self.half.detach()
         _recast(self.half, self.dtype)
-        self.value.copy_(merged(self.value, exact, self.dtype))
+        self.value.copy_(_merged(self.value, exact, self.dtype))
         self.push()
 
     def push(self) -> None:
         """Round the master into its half weight, whatever that holds."""
         push_all([self])
-        self.note_untouched()
+        self.note_equal()
 
     def rebind(self, half: torch.Tensor) -> None:
         """Make ``half``, which has taken the place of the model's tensor, the half copy under every name."""
@@ -223,8 +229,8 @@ class Master:
         if not _torch.has_storage(half):
             return self  # a compiler's stand-in for the module, which is never stepped
         clone = memo[id(self)] = Master(half, value)  # its slots are found by ``masters_of``
+        _watch_steps()
         clone.push()  # ``half`` may have been copied with its module, before it followed ``value``
-        self.note_untouched()  # torch took both ``data`` to copy them; a script's alias from before is not seen
         return clone
 
     def __reduce__(self) -> Any:
@@ -235,19 +241,34 @@ class Master:
 def _rebuilt(half: torch.Tensor, value: torch.Tensor) -> Master:
     """Unpickle a master, perhaps in a process without ``initialize``."""
     watch_torch()
+    _watch_steps()
     return Master(half, value)
 
 
-def watch_torch() -> None:
-    """Note ``param.data`` that is taken, until a reset."""
-    state.patch_once(_torch.watch_parameter_data, _note_taken)
+def _watch_steps() -> None:
+    """Look at the steps of optimizers that were copied or loaded together with a model, until a reset."""
+    state.patch_once(_torch.call_before_steps, _refuse_step_without_gradients)
 
 
-def _note_taken(param: torch.Tensor) -> None:
-    """Note at the master of ``param``, if it has one, that ``param.data`` is taken."""
-    master = master_of(param)
-    if master is not None:
-        master.note_taken(param)
+def _refuse_step_without_gradients(optimizer: Any) -> None:
+    """Refuse the step of an ``optimizer`` that has masters, is not under amp, and so would train nothing."""
+    if torch.compiler.is_compiling() or "_amp_stash" in vars(optimizer):
+        return
+    masters: set[Master] = set()
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        master = master_of(param)
+        if master is not None and master.value is param:
+            masters.add(master)
+    for known in state.optimizers.listed():  # it may be inside one that amp steps
+        masters.difference_update(known._amp_stash.leaves.masters)
+    have_gradients = any(master.value.grad is not None for master in masters)
+    if not have_gradients and any(master.half.grad is not None for master in masters):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step() with masters that have no gradients - this optimizer was copied or"
+            " loaded with its model, and is not under amp: it holds float32 masters, and the half weights of the model"
+            " get the gradients - call amp.initialize(model, optimizer, opt_level=...) with both, at the level that"
+            " they were at, and give each loss a scale_loss block."
+        )
 
 
 def _recast(tensor: torch.Tensor, dtype: torch.dtype) -> None:
@@ -270,56 +291,138 @@ def master_of(tensor: torch.Tensor) -> Master | None:
     return master
 
 
-# -- keep both copies equal --------------------------------------------------------------------------------------------
-def push_written(masters: Iterable[Master]) -> None:
-    """Round masters that a script wrote into their half weights, before a forward. No host sync."""
-    # As in :func:`align_written`, but for half weights whose data was only taken: a forward uses them unchanged.
-    written = [
+# -- writes that move no version ---------------------------------------------------------------------------------------
+def watch_torch() -> None:
+    """Count writes to masters and their half weights through ``data`` and by collectives, until a reset."""
+    state.patch_once(_torch.watch_parameter_data, _data_writes_of)
+    state.patch_once(_torch.watch_collectives, _count_collective)
+
+
+def _data_writes_of(param: torch.Tensor, is_assigned: bool) -> _torch.DataWrites | None:
+    """Return the writes through ``param.data``, read or assigned now; None where ``param`` has no master."""
+    master = master_of(param)
+    if master is None:
+        return None
+    if is_assigned:
+        state.masters.by_memory = None
+    return master.data_writes_of(param)
+
+
+def _count_collective(tensor: torch.Tensor) -> None:
+    """Count the copies that ``tensor`` shares memory with, as an alias or a view does, as written."""
+    memory = _torch.memory_of(tensor)
+    if memory is None:
+        return
+    index = state.masters
+    if index.by_memory is None:
+        index.by_memory = _index_by_memory(index.by_tensor.values())
+    for master in list(index.by_memory.get(memory, ())):
+        for copy_of_weight in (master.half, master.value):
+            if _torch.memory_of(copy_of_weight) == memory:
+                master.count_as_written(copy_of_weight)
+
+
+def _index_by_memory(masters: Iterable[Master]) -> dict[int, weakref.WeakSet[Master]]:
+    """Masters by the memory of either copy; several, where a recurrent layer has all its weights in one memory."""
+    found: dict[int, weakref.WeakSet[Master]] = {}
+    for master in masters:
+        for tensor in (master.half, master.value):
+            memory = _torch.memory_of(tensor)
+            if memory is not None:
+                found.setdefault(memory, weakref.WeakSet()).add(master)
+    return found
+
+
+# -- which copy was written --------------------------------------------------------------------------------------------
+def half_written(masters: Iterable[Master]) -> list[Master]:
+    """Return those whose half weight was written since both copies were equal."""
+    # One condition, read for each of thousands of masters in each step.
+    return [
         m
         for m in masters
-        if m.value_taken
-        or (half := m.half)._version != m.half_version
-        or m.value._version != m.value_version
+        if (half := m.half)._version != m.half_version
         or half.data_ptr() != m.address
+        or ((writes := m.half_data_writes) is not None and writes.happened)
     ]
+
+
+def value_written(masters: Iterable[Master]) -> list[Master]:
+    """Return those whose master was written since both copies were equal."""
+    return [
+        m
+        for m in masters
+        if m.value._version != m.value_version or ((writes := m.value_data_writes) is not None and writes.happened)
+    ]
+
+
+def to_push_and_pull(masters: Sequence[Master]) -> tuple[list[Master], list[Master]]:
+    """Return which masters are to be rounded into their half weights, and which are to take what these hold.
+
+    Where both copies were written, what the half weight holds counts. Batch norm writes its buffers unseen, so a buffer
+    is pulled unless its master was written.
+    """
+    pulls = set(half_written(masters))
+    to_push = [master for master in value_written(masters) if master not in pulls]
+    pulls.update(master for master in masters if not master.is_param)
+    pulls.difference_update(to_push)
+    return to_push, [master for master in masters if master in pulls]
+
+
+# -- keep both copies equal --------------------------------------------------------------------------------------------
+def push_written(masters: Sequence[Master]) -> None:
+    """Round masters that a script wrote into their half weights, before a forward. No host sync."""
+    written = [*half_written(masters), *value_written(masters)]
     if written:
         _torch.run_untraced(_bring_up_to_date, written, pulls=False)
 
 
-def align_written(masters: Iterable[Master]) -> None:
+def align_written(masters: Sequence[Master]) -> None:
     """Make both copies equal where a script wrote one of them, before a step, a save or a copy. No host sync."""
-    # Inline, as one condition: models have thousands of masters, and nearly always none of them was written.
-    written = [
-        m
-        for m in masters
-        if m.half_taken
-        or m.value_taken
-        or (half := m.half)._version != m.half_version
-        or m.value._version != m.value_version
-        or half.data_ptr() != m.address
-    ]
+    buffers = [master for master in masters if not master.is_param]
+    written = [*half_written(masters), *value_written(masters), *buffers]
     if written:
         _torch.run_untraced(_bring_up_to_date, written, pulls=True)
 
 
-def _bring_up_to_date(masters: list[Master], *, pulls: bool) -> None:
+def _bring_up_to_date(written: Sequence[Master], *, pulls: bool) -> None:
     """Push masters that a script wrote; if ``pulls``, also pull what it wrote to half weights."""
     tensors_are_stand_ins = torch.compiler.is_compiling() or _torch.in_fake_mode()
     if tensors_are_stand_ins:
         return
+    masters = list(dict.fromkeys(written))
     for master in masters:
         master.follow_module()
-    to_push = [master for master in masters if master.due is Due.PUSH]
+    to_push, to_pull = to_push_and_pull(masters)
     if pulls:
-        pull_all([master for master in masters if master.due is Due.PULL])
+        pull_all(to_pull)
     push_all(to_push)
 
 
 def pull_all(masters: Sequence[Master]) -> None:
     """Take what was written to half weights into their masters; elements that were not keep their low bits."""
-    merge_([master.value for master in masters], [master.half for master in masters])
+    _merge_([master.value for master in masters], [master.half for master in masters])
     for master in masters:
         master.note_equal()
+
+
+@_torch.without_grad
+def _merge_(values: Sequence[torch.Tensor], halves: Sequence[torch.Tensor]) -> None:
+    """Write :func:`_merged` of each of ``values`` and its half weight into it, in fused passes over chunks."""
+    for indices in _torch.in_chunks(halves):
+        destinations = [values[index].detach() for index in indices]
+        chosen = [halves[index].detach() for index in indices]
+        flat_values = torch.cat([value.reshape(-1) for value in destinations])
+        flat_halves = torch.cat([half.reshape(-1) for half in chosen])
+        parts = torch.split(_merged(flat_values, flat_halves, flat_halves.dtype), [half.numel() for half in chosen])
+        shaped = [part.view(value.shape) for part, value in zip(parts, destinations, strict=True)]
+        _torch.foreach_copy_(destinations, shaped)
+
+
+def _merged(value: torch.Tensor, half: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``value`` with the elements of ``half`` where it does not round to them in ``dtype``, bit for bit."""
+    wide = half.float()
+    rounded = value.to(dtype).float()
+    return torch.where(_torch.bits(rounded) == _torch.bits(wide), value, wide)
 
 
 @_torch.without_grad
@@ -340,11 +443,11 @@ def push_all(masters: Sequence[Master]) -> None:
         versions.append(master.half._version)
     _torch.foreach_copy_(halves, values)
     _torch.set_versions(halves, versions)
-    # :meth:`Master.note_untouched` inline, for thousands of masters at each step, without what a push does not move.
+    # :meth:`Master.note_equal` inline, for thousands of masters at each step, without what a push does not move.
     for master in masters:
         master.value_version = master.value._version
-        master.half_taken = not master.is_param
-        master.value_taken = False
+        if master.half_data_writes is not None or master.value_data_writes is not None:
+            master.forget_data_writes()
 
 
 def align_all(masters: Sequence[Master]) -> int:
@@ -356,8 +459,9 @@ def align_all(masters: Sequence[Master]) -> int:
     for master in masters:
         master.follow_module()
     differ = [_differs(master) for master in masters if master.is_param]
-    to_push = [master for master in masters if master.due is Due.PUSH]
-    pull_all([master for master in masters if master.due is not Due.PUSH])
+    to_push, _ = to_push_and_pull(masters)
+    is_pushed = set(to_push)
+    pull_all([master for master in masters if master not in is_pushed])
     push_all(to_push)
     if not differ:
         return 0

@@ -12,9 +12,10 @@ import abc
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -154,46 +155,40 @@ def amp_class(cls: Any) -> Any:
 def _forward_over(cls: Any) -> Callable[..., object]:
     """Make the ``forward`` of the dynamic subclass, which runs the forward of ``cls`` under a policy."""
     declared = inspect.getattr_static(cls, "forward")
-    is_function = isinstance(declared, FunctionType)
+    bind = _binding_of(declared, cls)
 
     def forward(self: Any, *args: object, **kwargs: object) -> object:
         policy = self._amp_policy
-        # A function is read from the class at each call: a script may patch it there.
-        bound = functools.partial(cls.forward, self) if is_function else _bound(declared, self, cls)
+        bound = bind(self)
         if policy is None or isinstance(self.__dict__.get("forward"), InstanceForward):
             return bound(*args, **kwargs)
         return policy.run(self, bound, args, kwargs)
 
-    if is_function:
-        return _torch.with_parameters_of(cls.forward, forward)
-    return _with_signature_of(declared, cls, forward)
+    return _torch.with_parameters_of(cls.forward, forward) if isinstance(declared, FunctionType) else forward
 
 
-def _bound(declared: Any, model: torch.nn.Module, cls: Any) -> Callable[..., object]:
-    """Bind ``declared``, which stands as ``forward`` in a class, to ``model`` as an attribute of ``cls`` is bound.
+def _binding_of(declared: Any, cls: Any) -> Callable[[Any], Callable[..., object]]:
+    """Return what binds ``declared``, which stands as ``forward`` in ``cls``, to a model, as an attribute is bound.
 
-    A class method gets the class; a static method, a bound method, a partial or a builtin gets no ``self``.
+    Where it can, it reads ``forward`` from the class at each call: a script may patch it there. The compiler traces the
+    first two, and no call of ``__get__``.
     """
-    bind = getattr(type(declared), "__get__", None)
-    bound: Callable[..., object] = declared if bind is None else bind(declared, model, cls)
-    return bound
+    if _is_bound_to_no_instance(declared):
+        return lambda model: cls.forward
+    if isinstance(declared, (FunctionType, functools.partial)):
+        return lambda model: functools.partial(cls.forward, model)
+    return lambda model: type(declared).__get__(declared, model, cls)
 
 
-def _with_signature_of(declared: Any, cls: Any, forward: Callable[..., object]) -> Callable[..., object]:
-    """Make ``inspect.signature(model.forward)`` show the parameters of ``declared``, which is no function of Python."""
-    function = cls.forward
-    functools.update_wrapper(forward, function)
-    del vars(forward)["__wrapped__"]
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # a builtin shows none
-        return forward
-    parameters = list(signature.parameters.values())
-    is_bound_already = isinstance(declared, (staticmethod, classmethod, MethodType))
-    if is_bound_already or not hasattr(type(declared), "__get__"):
-        parameters.insert(0, inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY))
-    vars(forward)["__signature__"] = signature.replace(parameters=parameters)
-    return forward
+#: What a class hands to each of its instances without binding it to them. From Python 3.14 on, it binds a partial.
+_BOUND_TO_NO_INSTANCE: tuple[type, ...] = (staticmethod, classmethod, MethodType, BuiltinFunctionType)
+if sys.version_info < (3, 14):
+    _BOUND_TO_NO_INSTANCE = (*_BOUND_TO_NO_INSTANCE, functools.partial)
+
+
+def _is_bound_to_no_instance(declared: Any) -> bool:
+    """Whether all instances of a class in which ``declared`` stands get the same, which takes no ``self``."""
+    return isinstance(declared, _BOUND_TO_NO_INSTANCE) or not hasattr(type(declared), "__get__")
 
 
 def _deepcopy(model: Any, memo: dict[int, Any]) -> Any:

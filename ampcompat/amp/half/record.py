@@ -105,10 +105,10 @@ def _masters_in(model: torch.nn.Module) -> list[Master]:
 def sync_masters(model: torch.nn.Module) -> int:
     """Take what was written to the model's half weights into their float32 masters, or the other way round, now.
 
-    Scripts need not call it: a step, a save and a forward do so. It also finds what nothing tells of: a write through a
-    numpy array, or through an alias of ``param.data`` that was taken before the last step. Call it before a compiled
-    forward, which does not check, if you wrote to masters since the last step. apex had no such call: its masters kept
-    their own values, and a write to half weights was lost at the next step.
+    Scripts need not call it: a step, a save and a forward do so. It also finds what nothing tells of, as a write to the
+    model through a numpy array. Call it before a compiled forward, which does not check, if you wrote to masters since
+    the last step. apex had no such call: its masters kept their own values, and a write to half weights was lost at the
+    next step.
 
     Args:
         model: A model given to ``amp.initialize``, or any module in one.

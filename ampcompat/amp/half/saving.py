@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ampcompat import _torch
-from ampcompat.amp.half.masters import Master, align_written
+from ampcompat.amp.half.masters import Master, align_written, value_written
 from ampcompat.amp.half.record import (
     ATTRIBUTE,
     HalfWeights,
@@ -98,7 +98,7 @@ def _export(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, lo
             state_dict[prefix + name] = master.value
         else:
             if master.is_param:
-                master.value_taken = True  # a write through ``data`` of what is saved moves no version
+                master.count_as_written(master.value)  # nothing tells of ``state_dict()[name].data.copy_(...)``
             state_dict[prefix + name] = master.value.detach()
 
 
@@ -145,5 +145,5 @@ def _rebind_and_round(module: torch.nn.Module, incompatible_keys: Any) -> None:
         was_assigned = held is not master.half  # load_state_dict(assign=True)
         if was_assigned:
             master.rebind(held)
-        if was_assigned or master.value_has_moved:
+        if was_assigned or value_written([master]):
             master.push()

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp.half.masters import Master
+from ampcompat.amp.half.masters import Master, half_written
 from ampcompat.amp.misuse.half_gradients import HalfGradients
-from ampcompat.amp.scaling.gradients import OpenBlock, pending_in
+from ampcompat.amp.misuse.unknown_optimizers import Gradients, ScaledForNone
+from ampcompat.amp.scaling.gradients import OpenBlock
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
 
@@ -24,11 +27,22 @@ WATCHED = 16
 
 def watch_more(losses: int) -> None:
     """Watch the next blocks, for ``losses`` losses of a call of ``initialize``."""
-    watches = [observer for observer in state.observers if isinstance(observer, Watch)]
+    watches = _watches()
     if not watches:
         watches = [Watch()]
         state.observers += watches
+        state.undo_once(end_watch)
     watches[0].blocks_left += WATCHED * losses
+
+
+def end_watch() -> None:
+    """End the watch, if there is one, and take its hooks away."""
+    for watch in _watches():
+        watch.end()
+
+
+def _watches() -> list[Watch]:
+    return [observer for observer in state.observers if isinstance(observer, Watch)]
 
 
 class _Bystander(NamedTuple):
@@ -50,10 +64,12 @@ class _Expected(NamedTuple):
     Attributes:
         backward_calls: One True for each backward pass of the scaled loss; None where it needs no gradient.
         bystanders: A gradient of each other optimizer that has yet to step.
+        held_by_none: Gradients of tensors that no optimizer under amp holds.
     """
 
     backward_calls: list[bool] | None
     bystanders: list[_Bystander]
+    held_by_none: Gradients
 
 
 @dataclass(eq=False)
@@ -65,6 +81,9 @@ class _Record:
         had_gradients: Whether such a block gave any gradients.
         used: The gradients in the model at the last step: if a later step finds one of these tensors, there was no new
             backward pass.
+        writes_own: Whether gradients that came since then may be the script's own: it has asked for ``master_params``
+            before there were any, and no backward pass has given them.
+        backward_hook: The hook that tells of a backward pass.
         foreign: A gradient that a block of another optimizer has added to.
         half_gradients: What blocks have left in its half gradients.
     """
@@ -72,8 +91,29 @@ class _Record:
     had_block: bool = False
     had_gradients: bool = False
     used: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    writes_own: bool = False
+    backward_hook: RemovableHandle | None = None
     foreign: _Bystander | None = None
     half_gradients: HalfGradients = field(default_factory=HalfGradients)
+
+    def follow_backward(self, leaf: torch.Tensor) -> None:
+        """Take the gradients that come now for the script's own, until a backward pass reaches ``leaf``."""
+        self.writes_own = True
+        self.end_hook()
+        hooked = leaf.register_post_accumulate_grad_hook(self._note_backward)  # type: ignore[no-untyped-call]
+        self.backward_hook = hooked
+
+    def _note_backward(self, _: torch.Tensor) -> None:
+        self.writes_own = False
+
+    def end_hook(self) -> None:
+        """Take the hook away."""
+        if self.backward_hook is not None:
+            self.backward_hook.remove()
+
+    def is_new(self, gradients: list[torch.Tensor]) -> bool:
+        """Whether there are ``gradients`` that were not there at the last step."""
+        return bool(gradients) and not self.was_used(gradients[0])
 
     def was_used(self, gradient: torch.Tensor) -> bool:
         """Whether ``gradient`` was there at the last step."""
@@ -91,7 +131,10 @@ class Watch:
         self.blocks_left = 0
         self._records: weakref.WeakKeyDictionary[Optimizer, _Record] = weakref.WeakKeyDictionary()
         self._expected: dict[OpenBlock, _Expected] = {}
-        self._taken_before: set[Master] = set()
+        self._scaled_for_none = ScaledForNone()
+        self._hooks = ExitStack()
+        _torch.call_before_steps(self._scaled_for_none.look, self._hooks)
+        state.undo.callback(self._hooks.close)
 
     def _record_of(self, optimizer: Optimizer) -> _Record:
         return self._records.setdefault(optimizer, _Record())
@@ -99,7 +142,7 @@ class Watch:
     # -- a block -------------------------------------------------------------------------------------------------------
     def on_block(self, block: OpenBlock) -> None:
         """Look at the gradients that are there before ``block`` saves them."""
-        if block.is_plain or pending_in(block.leaves):
+        if block.is_plain:
             return
         for optimizer in block.optimizers:
             record = self._record_of(optimizer)
@@ -113,8 +156,9 @@ class Watch:
         calls: list[bool] = []
         if scaled.requires_grad:
             scaled.register_hook(lambda _grad: calls.append(True))  # type: ignore[no-untyped-call]
-        bystanders = [] if block.scalers[0].is_one else self._find_bystanders(block)
-        self._expected[block] = _Expected(calls if scaled.requires_grad else None, bystanders)
+        bystanders = [] if block.scaler.is_one else self._find_bystanders(block)
+        held_by_none = self._scaled_for_none.before()
+        self._expected[block] = _Expected(calls if scaled.requires_grad else None, bystanders, held_by_none)
 
     def _find_bystanders(self, block: OpenBlock) -> list[_Bystander]:
         """One gradient of each other optimizer that has yet to step with it."""
@@ -122,7 +166,7 @@ class Watch:
         for other in state.optimizers.listed():
             leaves = other._amp_stash.leaves
             waits = other not in block.optimizers and self._record_of(other).had_gradients
-            if not waits or block.overlaps(leaves) or pending_in(leaves) or other._amp_stash.in_block:
+            if not waits or block.overlaps(leaves) or other._amp_stash.in_block:
                 continue
             param = next((param for param in leaves.direct if param.grad is not None), None)
             if param is not None and param.grad is not None:
@@ -130,15 +174,17 @@ class Watch:
         return found
 
     def on_block_end(self, block: OpenBlock) -> None:
-        """Note whose gradients ``block`` has given, and look at them if they were unscaled."""
-        expected = self._expected.pop(block, _Expected(None, []))
-        self._look_at_bystanders(expected)
+        """Note whose gradients ``block`` has given, and look at them if it has unscaled them."""
+        expected = self._expected.pop(block, None)
+        if expected is not None:
+            self._look_at_bystanders(expected)
+            self._scaled_for_none.after(block, expected.held_by_none)
         self._count_down()
-        if block.has_new_grads is None:  # gradients are left to torch, or stay scaled
+        if block.has_new_grads is None:  # gradients are left to torch
             for optimizer in block.optimizers:
                 self._note_gradients(optimizer)
             return
-        if block.has_new_grads and expected.backward_calls == []:
+        if block.has_new_grads and expected is not None and expected.backward_calls == []:
             warn_of("unscaled loss in a block")
         for record in self._records.values():
             record.half_gradients.forget(block.leaves.masters)  # of others that share them
@@ -176,7 +222,23 @@ class Watch:
         """Count one block less to watch; after the last, end the watch."""
         self.blocks_left -= 1
         if self.blocks_left <= 0:
-            state.observers[:] = [other for other in state.observers if other is not self]
+            self.end()
+
+    def end(self) -> None:
+        """Take itself and its hooks away."""
+        state.observers[:] = [other for other in state.observers if other is not self]
+        self._hooks.close()
+        for record in self._records.values():
+            record.end_hook()
+
+    def on_master_params(self, optimizer: Optimizer) -> None:
+        """Note that a script may write gradients of its own to the masters of ``optimizer``."""
+        record = self._record_of(optimizer)
+        if record.had_block or record.is_new(_gradients_in(optimizer)):
+            return
+        leaf = next((leaf for leaf in optimizer._amp_stash.leaves.tensors() if leaf.requires_grad), None)
+        if leaf is not None:
+            record.follow_backward(leaf)
 
     # -- a step --------------------------------------------------------------------------------------------------------
     def before_step(self, optimizer: Optimizer) -> None:
@@ -186,21 +248,26 @@ class Watch:
         record.half_gradients.look()
         _look_at_foreign(record)
         is_scaled = bool(stash.leaves.masters) or not all(scaler.is_one for scaler in stash.session.scalers)
-        gradients = [leaf.grad for leaf in stash.leaves.tensors() if leaf.grad is not None]
+        gradients = _gradients_in(optimizer)
         if is_scaled and record.had_block and not record.had_gradients:
             warn_of("block without gradients")
-        elif is_scaled and not record.had_block and gradients and not record.was_used(gradients[0]):
+        elif is_scaled and not record.had_block and not record.writes_own and record.is_new(gradients):
             warn_of("no block")
+        record.end_hook()
         used = list(map(weakref.ref, gradients))
         self._records[optimizer] = _Record(used=used, half_gradients=record.half_gradients)
-        self._taken_before = {master for master in stash.leaves.masters if master.half_taken}
+        if record.writes_own:  # a script may keep the list of masters
+            self.on_master_params(optimizer)
 
     def before_push(self, masters: Sequence[Master]) -> None:
-        """Look whether a step has written to half weights: itself, or through ``data`` that was taken in it."""
-        for master in masters:
-            was_taken = master.half_taken and master not in self._taken_before
-            if master.half_has_moved or was_taken:
-                warn_of("half weights written in a step")
+        """Look whether a step has written to half weights."""
+        if half_written(masters):
+            warn_of("half weights written in a step")
+
+
+def _gradients_in(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The gradients in the model that belong to ``optimizer``."""
+    return [leaf.grad for leaf in optimizer._amp_stash.leaves.tensors() if leaf.grad is not None]
 
 
 def _look_at_foreign(record: _Record) -> None:

@@ -12,7 +12,7 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.observers import notify
-from ampcompat.amp.scaling.gradients import OpenBlock, Pending, open_block_of, pending_in
+from ampcompat.amp.scaling.gradients import OpenBlock, open_block_of
 from ampcompat.amp.scaling.leaves import Leaves
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
@@ -22,18 +22,15 @@ from ampcompat.amp.scaling.unscaling import add_saved, save_grads, unscale_new
 def prepare_amp_backward(optimizer: Optimizer) -> None:
     """Save unscaled gradients (``apex/amp/_process_optimizer.py: prepare_backward_with_master_weights``).
 
-    Outside of blocks, what the next backward pass gives is pending until ``_post_amp_backward``.
+    Outside of blocks, ``_post_amp_backward`` adds them to what the next backward pass gives.
     """
     stash: OptimizerState = optimizer._amp_stash
     stash.look_up(optimizer)
     block = open_block_of(stash.leaves)
     if block is not None:
         save_grads(stash.leaves, block.saved)
-    elif not pending_in(stash.leaves):
-        scaler = stash.session.scalers[0]
-        pending = Pending(stash.leaves, [scaler], scaler.scale_on())
-        save_grads(stash.leaves, pending.saved)
-        state.pending.append(pending)
+    else:
+        save_grads(stash.leaves, stash.saved_by_script)
 
 
 @_torch.without_grad
@@ -48,13 +45,8 @@ def post_amp_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
     if block is not None:
         unscale_new(stash.leaves if block.part is None else block.part, scaler, block.scale)
         return
-    waiting = pending_in(stash.leaves)
-    if not waiting:
-        unscale_new(stash.leaves, scaler, scaler.scale_on())
-    for pending in waiting:
-        state.pending.remove(pending)
-        unscale_new(pending.leaves, scaler, pending.scale)
-        add_saved(pending.saved)
+    unscale_new(stash.leaves, scaler, scaler.scale_on())
+    add_saved(stash.saved_by_script)
     if state.observers:
         notify("on_unscaled_by_script", optimizer)
 
@@ -94,7 +86,7 @@ def unscale_by_scripts(block: OpenBlock) -> tuple[bool, Leaves]:
             overrides[optimizer] = post
     if not overrides:
         return False, block.leaves
-    block.scalers[0].forget_last_pass()
+    block.scaler.forget_last_pass()
     left = block.leaves.ids()
     has_new_grads = False
     for optimizer, post in overrides.items():
@@ -110,7 +102,7 @@ def _call_post(post: Callable[..., None], block: OpenBlock, part: Leaves) -> Non
     block.saved_grads_taken = False
     block.part = part
     try:
-        post(block.scalers[0])
+        post(block.scaler)
     finally:
         block.part = None
     ids = part.ids()

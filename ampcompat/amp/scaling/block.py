@@ -12,36 +12,34 @@ first block ends              2           the optimizer notes the overflow flag,
 second block begins           None        the block saves 2                        :meth:`Block._begin`
 ``scaled.backward()``         6144                                                 torch
 second block ends             5                                                    :meth:`Block._unscale`
-or its gradients stay scaled  6144        pending, with 2 and the scale            :meth:`Block._leave_pending`
 or its body raises            2                                                    :meth:`Block._put_back`
-``optimizer.step()``          5           unscales what is pending, and reads the  ``make_or_skip_step``
-                                          flag
+``optimizer.step()``          5           reads the flag                           ``make_or_skip_step``
 ============================  ==========  =======================================  ==============================
 
-At levels with masters, unscaled gradients are in those of the masters: the head of ``unscaling`` has the numbers.
-Nearly always nothing is pending, and the middle column of the next table tells all. ``between_blocks`` has what happens
-outside of blocks.
+At levels with masters, unscaled gradients are in those of the masters: the head of ``unscaling`` has the numbers. With
+``delay_unscale``, the next block or step moves the scale. In DDP's ``no_sync``, gradients are those of one process
+until a later block averages them: ``unreduced``. What each event does:
 
-==============================  ======================================  ==============================================
-event                           nothing pending                         pending gradients in its leaves
-==============================  ======================================  ==============================================
-block begins                    older gradients are saved               rescaled; if not all are the block's, unscaled
-block ends                      unscaled, added to older ones           the same, in one pass
-block ends with an overflow     a step is skipped; other holders check  the same
-block gives no gradient         older ones come back                    unscaled
-ends with ``delay_unscale``     new ones are pending                    pending together
-ends in DDP's ``no_sync``       new ones are pending                    pending together
-block raises                    as it began                             lost, with a warning
-end of the block raises         cleared (None), older ones too          cleared
-``step``                        used; dropped from masters              unscaled, then used
-``step`` after an overflow      skipped; dropped from masters           unscaled, then skipped
-``step`` of one of two holders  used; shared masters keep them          unscaled, then used
-``zero_grad``                   gone, with what is known of them        gone
-``p.grad`` cleared              gone, in masters too                    gone; unscaled ones from before stay
-``p.grad`` edited               used; masters do not see it             unscaled as they are now
-``load_state_dict``             as they are                             as they are
-a param joins with a gradient   dropped where losses are scaled         as they are
-==============================  ======================================  ==============================================
+==============================  ==================================================================================
+event                           gradients
+==============================  ==================================================================================
+block begins                    older ones are saved in the block; those of ``no_sync`` go into ``p.grad``, scaled
+block ends                      new ones are unscaled, saved ones added
+block ends with an overflow     the same; a step is skipped, other holders check
+block gives no gradient         older ones come back
+ends with ``delay_unscale``     the same; the next block or step moves the scale
+ends in DDP's ``no_sync``       the same; the next block brings them back to be averaged
+block raises                    as it began
+end of the block raises         cleared (None), older ones too
+``step``                        used; dropped from masters
+``step`` after an overflow      skipped; dropped from masters
+``step`` of one of two holders  used; shared masters keep them
+``zero_grad``                   gone, with what is known of them
+``p.grad`` cleared              gone, in masters too
+``p.grad`` edited               used; masters do not see it
+``load_state_dict``             as they are
+a param joins with a gradient   dropped where losses are scaled
+==============================  ==================================================================================
 
 A block takes each tensor once, also where several of its optimizers hold it. The gradient of a master that several
 optimizers hold stays until it is cleared, as the gradient of a float32 weight does.
@@ -63,20 +61,27 @@ from ampcompat.amp.casts.ambience import apply_ambient_casts
 from ampcompat.amp.hints import add_hint
 from ampcompat.amp.observers import notify
 from ampcompat.amp.scaling import backward_methods
-from ampcompat.amp.scaling.between_blocks import end_pending, forget_overflows_if_cleared
-from ampcompat.amp.scaling.gradients import OpenBlock, Pending, open_block_of, pending_in
+from ampcompat.amp.scaling.between_blocks import forget_overflows_if_cleared
+from ampcompat.amp.scaling.gradients import OpenBlock, Overflow, open_block_of
 from ampcompat.amp.scaling.leaves import Leaves, leaves_of
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
+from ampcompat.amp.scaling.unreduced import (
+    bring_back,
+    drop_brought,
+    kept_by_wrappers,
+    note_reduced,
+    note_unreduced,
+    waits_for_reduction,
+)
 from ampcompat.amp.scaling.unscaling import (
     add_saved,
-    adjust_scalers,
     clear_in_model,
     clear_partly_unscaled,
     drop_cleared,
-    rescale,
     save_grads,
+    show_sums,
     unscale_new,
 )
 
@@ -85,22 +90,22 @@ class Block(OpenBlock):
     """The context that ``scale_loss`` returns: idle, then open, then done.
 
     Its methods are the phases, in their order: :meth:`_begin` makes room for new gradients; at the end,
-    :meth:`_unscale` or :meth:`_leave_pending`; after an exception, :meth:`_put_back`.
+    :meth:`_unscale`; after an exception, :meth:`_put_back`.
 
     Attributes:
         loss: The script's loss, until it is scaled.
-        stays_scaled: Whether its gradients stay scaled at the end (``delay_unscale``).
+        is_delayed: Whether the next block or step moves the scale (``delay_unscale``).
         moves_scale: Whether the end moves the scale; otherwise the next transition counts the overflow.
         entered: Whether it was entered.
         has_own_methods: Whether a script has put methods of its own on an optimizer, where apex's saved and unscaled.
     """
 
     def __init__(
-        self, loss: torch.Tensor, optimizers: list[Optimizer], scaler: LossScaler, stays_scaled: bool, moves_scale: bool
+        self, loss: torch.Tensor, optimizers: list[Optimizer], scaler: LossScaler, is_delayed: bool, moves_scale: bool
     ) -> None:
-        super().__init__(Leaves(), [scaler], optimizers=optimizers)
+        super().__init__(Leaves(), scaler, optimizers)
         self.loss = loss
-        self.stays_scaled = stays_scaled
+        self.is_delayed = is_delayed
         self.moves_scale = moves_scale
         self.entered = False
         self.has_own_methods = False
@@ -123,15 +128,13 @@ class Block(OpenBlock):
             optimizer._amp_stash.look_up(optimizer)
         only_one = len(self.optimizers) == 1
         self.leaves = self.optimizers[0]._amp_stash.leaves if only_one else leaves_of(self.optimizers)
-        needs_scale = not self.scalers[0].is_one or bool(pending_in(self.leaves)) or self._has_flags()
+        needs_scale = not self.scaler.is_one or self._has_flags()
         self.is_plain = not needs_scale and not self._has_masters()
         if state.open_blocks:
             _refuse_inside_another(self)
-        if state.pending:
-            _refuse_part_of_unreduced(self)
         # The block begins.
         if state.observers:
-            notify("on_scale_loss", self.loss, self.scalers[0], self.optimizers)
+            notify("on_scale_loss", self.loss, self.scaler, self.optimizers)
             notify("on_block", self)
         state.open_blocks.append(self)
         try:
@@ -162,49 +165,24 @@ class Block(OpenBlock):
         if len(state.optimizers.live) > 1:
             for other in state.optimizers.listed():
                 drop_cleared(other._amp_stash.leaves.masters)  # before the backward pass adds to what was cleared
-        scaled: set[int] = set()
-        if state.pending:
-            self._end_overlapping()  # first: it may move the scale that pending gradients are brought to
-            scaled = self._take_over()
         for optimizer in self.optimizers:
             stash: OptimizerState = optimizer._amp_stash
             if stash.device_steps.undecided:
                 stash.device_steps.report_arrived()
-            if not scaled and (stash.overflows or stash.uncounted or stash.suspect):
+            if stash.overflows or stash.uncounted or stash.suspect:
                 forget_overflows_if_cleared(stash)
-        # Older gradients go out of ``p.grad``, unless the new ones are added to them as they are: scaled.
+        # Older gradients go out of ``p.grad``.
         self.has_own_methods = backward_methods.are_replaced(self.optimizers)
-        if self.has_own_methods and not self.stays_scaled and not scaled:
+        if self.has_own_methods:
             backward_methods.save_by_scripts(self)
         else:
-            save_grads(self.leaves, self.saved, scaled)
-
-    def _end_overlapping(self) -> None:
-        """Unscale pending gradients that have leaves outside of the block, too."""
-        ids = self.leaves.ids()
-        for pending in pending_in(self.leaves):
-            if not pending.leaves.ids() <= ids:
-                end_pending(pending)
-
-    def _take_over(self) -> set[int]:
-        """Bring pending gradients to the scale of the block, which unscales them with its own.
-
-        Returns:
-            Ids of the leaves that have them.
-        """
-        scaled: set[int] = set()
-        for pending in pending_in(self.leaves):
-            rescale(pending, self.scalers[0])
-            state.pending.remove(pending)
-            self.took_pending = True
-            self.saved.update(pending.saved)
-            self.scalers = list(dict.fromkeys([*self.scalers, *pending.scalers]))
-            scaled |= pending.leaves.ids()
-        return scaled
+            save_grads(self.leaves, self.saved)
+        if state.adapters:
+            bring_back(self)
 
     def _multiply(self) -> torch.Tensor:
         """Return the loss times the scale, which the end divides by."""
-        scaler = self.scalers[0]
+        scaler = self.scaler
         scaled = scaler.scale_loss(self.loss)
         self.scale = scaler.scale
         if not scaler.is_one:
@@ -217,26 +195,23 @@ class Block(OpenBlock):
 
     def _undo_begin(self) -> None:
         """Undo :meth:`_begin`, which has raised, or the scaling of the loss: no new gradients are there."""
-        if self.took_pending:
+        if self.brought is not None:
             self._put_back()
-        else:
-            add_saved(self.saved)
+            return
+        add_saved(self.saved)
+        show_sums(self.leaves.masters)
 
     # -- exit ----------------------------------------------------------------------------------------------------------
     @_torch.eager
     def __exit__(self, kind: object, error: BaseException | None = None, trace: object = None) -> None:
-        """Unscale the new gradients, or leave them scaled; or, after an exception, undo the block."""
+        """Unscale the new gradients; or, after an exception, undo the block."""
+        state.optimizers.gone.clear()  # their gradients may be scaled now
         if kind is not None:
             self._undo(error)
             return
-        is_pending = False
         try:
             if not self.is_plain:
-                is_pending = self.stays_scaled or (bool(state.adapters) and self._waits_for_reduction())
-                if is_pending:
-                    self._leave_pending()
-                else:
-                    self._unscale()
+                self._unscale()
         except BaseException:
             clear_partly_unscaled(self)
             raise
@@ -244,35 +219,63 @@ class Block(OpenBlock):
             state.open_blocks.remove(self)
         if state.observers:
             notify("on_block_end", self)
-            if not is_pending:
-                notify("on_gradients", self.scalers[0], self.optimizers)
-
-    def _waits_for_reduction(self) -> bool:
-        """Whether the gradients have yet to be averaged over processes, by a wrapper of the model or by the script."""
-        leaves = self.leaves.tensors()
-        return any(
-            adapter.defers_reduction(leaves) or adapter.leaves_reduction_to_script(leaves) for adapter in state.adapters
-        )
+            notify("on_gradients", self.scaler, self.optimizers)
 
     @_torch.without_grad
     def _unscale(self) -> None:
         """Unscale the new gradients, add saved ones, and make the scaler's transition. No host sync."""
         scripts_had_grads = False
         leaves = self.leaves
+        if self.brought is not None:
+            drop_brought(self)
         if self.has_own_methods:
             scripts_had_grads, leaves = backward_methods.unscale_by_scripts(self)
-        self.has_new_grads = unscale_new(leaves, self.scalers[0], self.scale) or scripts_had_grads
+        self.has_new_grads = unscale_new(leaves, self.scaler, self.scale) or scripts_had_grads
         if self.saved:
             add_saved(self.saved)
-        overflows = adjust_scalers(self, self.moves_scale)
-        if not overflows:
+        if state.adapters and waits_for_reduction(self.leaves):
+            note_unreduced(self)
             return
+        found_inf = self.scaler.take_found_inf()
+        overflows = self._adjust_scaler(found_inf)
+        if state.adapters:
+            overflows += note_reduced(self, found_inf)
+        self._note_overflows(overflows)
+
+    def _adjust_scaler(self, found_inf: torch.Tensor | None) -> list[Overflow]:
+        """Make the scaler's transition, or put it off; return what the steps of the optimizers are to note.
+
+        Nothing where the scale does not move.
+        """
+        scaler = self.scaler
+        if self.scale is None:  # a static scale of one
+            if self.moves_scale and not self.is_delayed:
+                scaler.count_clean_pass()
+            return []
+        uncounted = None
+        if self.is_delayed:
+            flag = scaler.delay(found_inf)
+        elif self.moves_scale:
+            flag = scaler.adjust(found_inf)
+        else:
+            flag = scaler.leave_uncounted(found_inf)
+            uncounted = scaler.uncounted
+        return [] if flag is None else [Overflow(scaler, flag, uncounted)]
+
+    def _note_overflows(self, overflows: list[Overflow]) -> None:
+        """Note ``overflows`` in the optimizers; note that the scale's move is delayed, or make the delayed ones."""
         is_shared = False
         for optimizer in self.optimizers:
             stash: OptimizerState = optimizer._amp_stash
-            stash.note_overflows(overflows)
+            if self.is_delayed:
+                stash.delayed.add(self.scaler)
+            elif stash.delayed:
+                stash.make_delayed_transitions()
+                stash.delayed.clear()
+            for overflow in overflows:
+                stash.note_overflow(overflow)
             is_shared = is_shared or bool(stash.shared)
-        if is_shared:
+        if is_shared and overflows:
             self._suspect_other_holders()
 
     def _suspect_other_holders(self) -> None:
@@ -280,12 +283,6 @@ class Block(OpenBlock):
         for other in state.optimizers.listed():
             if other not in self.optimizers and self.overlaps(other._amp_stash.leaves):
                 other._amp_stash.suspect = True
-
-    def _leave_pending(self) -> None:
-        """Leave the gradients scaled, to a later block or to the step."""
-        leaves = self.leaves.tensors()
-        is_unreduced = any(adapter.defers_reduction(leaves) for adapter in state.adapters)
-        state.pending.append(Pending(self.leaves, self.scalers, self.scale, self.saved, is_unreduced))
 
     # -- exit, after an exception --------------------------------------------------------------------------------------
     def _undo(self, error: BaseException | None) -> None:
@@ -301,28 +298,17 @@ class Block(OpenBlock):
             add_hint(error)
 
     def _put_back(self) -> None:
-        """Put back what was saved when the block began; new gradients, and pending ones, are cleared."""
-        self.scalers[0].forget_found_inf()
+        """Put back what was saved when the block began; new gradients are cleared."""
+        self.scaler.forget_found_inf()
         drop_cleared(self.leaves.masters)
+        if state.adapters and kept_by_wrappers(self.leaves):
+            warn_of("unreduced gradients lost")
         clear_in_model(self.leaves)
         add_saved(self.saved)
-        if self.took_pending:
-            warn_of("pending gradients lost")
+        show_sums(self.leaves.masters)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
-def _refuse_part_of_unreduced(block: OpenBlock) -> None:
-    """Refuse a block that has some of the tensors of a ``no_sync`` pass, whose gradients it could not average."""
-    ids = block.leaves.ids()
-    for pending in pending_in(block.leaves):
-        if pending.is_unreduced and not pending.leaves.ids() <= ids:
-            raise RuntimeError(
-                "scale_loss of some of the optimizers whose gradients no_sync() has left on this process - the rest"
-                " would never be averaged - give the block all of them: amp.scale_loss(loss, [optimizer_a,"
-                " optimizer_b])."
-            )
-
-
 def _refuse_inside_another(block: OpenBlock) -> None:
     """Refuse a block inside one that gives gradients to the same tensors, unless both are plain."""
     outer = open_block_of(block.leaves)

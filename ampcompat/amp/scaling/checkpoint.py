@@ -1,8 +1,8 @@
 """``amp.state_dict`` and ``amp.load_state_dict``: the loss scalers of the calls of ``initialize`` that are in use.
 
-The scalers of the latest call come first, then those of each call whose optimizers are alive, the later call first. A
-model and its average, or the two networks of a GAN, may be initialized by two calls; under apex, all calls shared their
-scalers.
+They are those of each call whose optimizers are alive, the later call first. The two networks of a GAN may be
+initialized by two calls, and so may a model and its average, which has no optimizer. Under apex, the latest call's
+scalers were those of all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from ampcompat._state import state
 from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.options import is_scale, number
 from ampcompat.amp.scaling.scaler import LossScaler
-from ampcompat.amp.scaling.session import Session
 
 _PREFIX = "loss_scaler"
 Entry = tuple[float, int]
@@ -31,35 +30,26 @@ def state_dict(destination: Any = None) -> Any:
 
     Returns:
         ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``: plain numbers, safe for
-        ``torch.load(weights_only=True)``. The latest ``initialize`` call's scalers first, then those of earlier calls
-        whose optimizers are alive, the later call first. Empty when nothing was initialized, or with ``enabled=False``.
-        Two host syncs per scaler.
+        ``torch.load(weights_only=True)``. They are those of each ``initialize`` call whose optimizers are alive, the
+        later call first; where no call has any, the latest call's. Empty when nothing was initialized, or with
+        ``enabled=False``. Two host syncs per scaler.
     """
     if destination is not None and not isinstance(destination, MutableMapping):
         got = type(destination).__name__
         raise TypeError(f"amp.state_dict got {got} as destination - it must be a dict or None - leave it out.")
     if destination is None:
         destination = OrderedDict()
-    for index, scaler in enumerate(scalers_from(state.session)):
+    for index, scaler in enumerate(_scalers()):
         destination[f"{_PREFIX}{index}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
     return destination
 
 
-def scalers_from(latest: Session | None) -> list[LossScaler]:
-    """The scalers of ``latest``, then those of each other call whose optimizers are alive, the later call first."""
-    calls = calls_from(latest)
-    if len(calls) > 1 and state.optimizers.may_hold_dropped:
+def _scalers() -> list[LossScaler]:
+    """The scalers of the calls that are shown."""
+    if state.optimizers.may_hold_dropped and any(call is not state.session for call in state.calls_shown()):
         gc.collect()
         state.optimizers.may_hold_dropped = False
-        calls = calls_from(latest)
-    return [scaler for call in calls for scaler in call.scalers]
-
-
-def calls_from(latest: Session | None) -> list[Session]:
-    """``latest``, then each other call whose optimizers are alive, the later one first."""
-    calls = [] if latest is None else [latest]
-    calls += [optimizer._amp_stash.session for optimizer in reversed(state.optimizers.listed())]
-    return list(dict.fromkeys(calls))
+    return [scaler for call in state.calls_shown() for scaler in call.scalers]
 
 
 def load_state_dict(state_dict: Mapping[str, object]) -> None:
@@ -93,9 +83,9 @@ def load_state_dict(state_dict: Mapping[str, object]) -> None:
         _refuse_unknown_keys(state_dict, names)
         entries = [_entry(name, state_dict[name]) for name in names]
     session = state.session
-    scalers = scalers_from(session)
+    scalers = _scalers()
     if session is not None and (scalers or session.enabled):
-        _restore(entries, scalers, len(session.scalers))
+        _restore(entries, scalers)
     elif not entries:
         return
     elif session is not None:
@@ -117,19 +107,20 @@ def _refuse_unknown_keys(state_dict: Mapping[str, object], names: list[str]) -> 
     )
 
 
-def restore_after_initialize(session: Session) -> None:
-    """Restore scalers from what was loaded before the call that made ``session``.
+def restore_after_initialize() -> None:
+    """Restore scalers from what was loaded before the latest call.
 
     What was loaded between two calls went to the scalers of the first one. It is dealt out anew, unless a backward pass
     has moved these scalers since.
     """
     entries = state.loaded_scalers
-    if entries is None:
+    latest = state.calls_shown()[0]
+    if entries is None or latest is not state.session:
         return
-    scalers = scalers_from(session)
-    earlier = scalers[len(session.scalers) :]
+    scalers = _scalers()
+    earlier = scalers[len(latest.scalers) :]
     if all(_holds(scaler, entry) for scaler, entry in zip(earlier, entries, strict=False)):
-        _restore(entries, scalers, len(session.scalers))
+        _restore(entries, scalers)
     else:
         state.loaded_scalers = None
 
@@ -139,12 +130,14 @@ def _holds(scaler: LossScaler, entry: Entry) -> bool:
     return (scaler.loss_scale(), scaler._unskipped) == entry
 
 
-def _restore(entries: list[Entry], scalers: list[LossScaler], of_latest_call: int) -> None:
-    """Restore ``scalers`` from ``entries``; keep these for the next call if they are for more scalers.
+def _restore(entries: list[Entry], scalers: list[LossScaler]) -> None:
+    """Restore ``scalers`` from ``entries``; keep these for the next call if they are for more, or none is in use.
 
-    The first ``of_latest_call`` scalers are those that a script misses if they are not restored. An earlier call may be
+    The scalers of the latest call are those that a script misses if they are not restored. An earlier call may be
     another run: a notebook's cell that was run before, a model that is compared with the one that is resumed.
     """
+    of_latest_call = len(state.calls_shown()[0].scalers)
+    are_in_use = bool(state.optimizers.listed())
     fitting = min(len(entries), len(scalers))
     if len(entries) > fitting:
         state.loaded_scalers = entries
@@ -153,7 +146,7 @@ def _restore(entries: list[Entry], scalers: list[LossScaler], of_latest_call: in
             f" {fitting}; the next amp.initialize restores more of them."
         )
     else:
-        state.loaded_scalers = None
+        state.loaded_scalers = None if are_in_use else entries
         if of_latest_call > fitting:
             say(
                 f"Warning: amp.load_state_dict got {len(entries)} loss scalers where there are {of_latest_call}:"

@@ -32,10 +32,10 @@ def clear_by_optimizer(optimizer: Optimizer, original: Callable[..., Any], *args
     if masters:
         asked_for_zeros = (args and args[0] is False) or kwargs.get("set_to_none") is False
         _clear_half_gradients(masters, bool(asked_for_zeros))
-    if stash.shared or state.open_blocks or state.pending:
+    if stash.shared or state.open_blocks or stash.unreduced is not None:
         note_cleared(stash.leaves.ids())
     else:
-        stash.forget_overflows()
+        stash.forget_gradients()
 
 
 @_torch.without_grad

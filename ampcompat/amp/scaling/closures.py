@@ -26,7 +26,7 @@ def evaluate(closure: Callable[[], Any], outside: Saved) -> Any:
 
 
 def step_with_closure(
-    optimizer: Optimizer, original: Callable[..., Any], closure: Callable[[], Any], outside: Saved, **kwargs: Any
+    optimizer: Optimizer, original: Callable[..., Any], closure: Callable[[], Any], outside: Saved
 ) -> Any:
     """Step with ``closure``, which runs with grad on and the casts of the caller, on weights that follow the masters.
 
@@ -74,7 +74,7 @@ def step_with_closure(
             finish(optimizer, stash, skipped=True)
             return first_loss
     try:
-        result = update_weights(optimizer, stash, original, evaluated_for_step, **kwargs)
+        result = update_weights(optimizer, stash, original, evaluated_for_step)
     except _SkipStep:
         finish(optimizer, stash, skipped=True)
         return first_loss

@@ -1,7 +1,7 @@
-"""Who owns gradients while they are multiplied by a scale: an open block, and what ``delay_unscale`` has left.
+"""Who owns gradients while they are multiplied by a scale: an open block, and nothing else.
 
-Unscaled gradients have no owner: they are the ``grad`` of a master or of a parameter, as in plain torch. The head of
-``block`` says what each event does to them.
+Outside of blocks gradients are unscaled: they are the ``grad`` of a master or of a parameter, as in plain torch. The
+head of ``block`` says what each event does to them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,19 @@ from ampcompat._types import Optimizer
 from ampcompat.amp.scaling.leaves import Leaves
 from ampcompat.amp.scaling.loss_scale import UncountedPasses
 from ampcompat.amp.scaling.scaler import LossScaler
+
+
+class Unreduced(NamedTuple):
+    """What blocks have left whose gradients are those of this process alone, as in DDP's ``no_sync``.
+
+    Attributes:
+        scalers: The scalers of their losses, which have yet to hear of an overflow, when all processes can find it.
+        scale: What the gradients that a wrapper keeps to itself are multiplied by (0-dim float32), as ``fully_shard``
+            keeps those of ``set_requires_gradient_sync(False)``; None where nothing is scaled.
+    """
+
+    scalers: list[LossScaler]
+    scale: torch.Tensor | None
 
 
 class Overflow(NamedTuple):
@@ -38,67 +51,37 @@ class Overflow(NamedTuple):
 
 
 @dataclass(eq=False)
-class ScaledGradients:
-    """Gradients of the model's tensors, multiplied by a scale.
-
-    Attributes:
-        leaves: The tensors.
-        scalers: The scalers of the losses that they stem from, the block's own first; each counts the pass when these
-            are unscaled.
-        scale: What they are multiplied by (0-dim float32); None where nothing is scaled.
-        saved: Unscaled gradients from before, of leaves without a master: they come back when these are unscaled.
-    """
-
-    leaves: Leaves
-    scalers: list[LossScaler]
-    scale: torch.Tensor | None = None
-    saved: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
-
-    def overlaps(self, leaves: Leaves) -> bool:
-        """Whether one of ``leaves`` is among its own."""
-        return not self.leaves.ids().isdisjoint(leaves.ids())
-
-
-@dataclass(eq=False)
-class OpenBlock(ScaledGradients):
+class OpenBlock:
     """What an open ``scale_loss`` block owns; ``block.Block`` has its phases.
 
     Attributes:
+        leaves: The tensors that its backward pass gives gradients to.
+        scaler: The scaler of its loss.
+        scale: What their gradients are multiplied by (0-dim float32); None where nothing is scaled.
+        saved: Unscaled gradients from before, of leaves without a master: they come back when it ends.
+        brought: The leaves whose older gradients it has scaled anew: no process had averaged them.
         optimizers: The optimizers that it was opened for; their tensors may have gone to others since.
         is_plain: Whether it leaves gradients to torch: the scale is always one, and there are no masters.
-        took_pending: Whether there were pending gradients in its leaves, which its own are added to.
-        has_new_grads: Whether the backward pass gave any gradients; None before the end, and where they stay scaled.
+        has_new_grads: Whether the backward pass gave any gradients; None before the end.
         part: The leaves that ``_post_amp_backward`` unscales while the block calls a script's own; None: all.
         saved_grads_taken: Whether a script's own ``_post_amp_backward`` has asked for saved gradients, to add them
             itself.
     """
 
-    optimizers: list[Optimizer] = field(default_factory=list)
+    leaves: Leaves
+    scaler: LossScaler
+    optimizers: list[Optimizer]
+    scale: torch.Tensor | None = None
+    saved: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    brought: Leaves | None = None
     is_plain: bool = False
-    took_pending: bool = False
     has_new_grads: bool | None = None
     part: Leaves | None = None
     saved_grads_taken: bool = False
 
-
-@dataclass(eq=False)
-class Pending(ScaledGradients):
-    """What a block with ``delay_unscale``, or in DDP's ``no_sync``, has left to a later block or to the step.
-
-    They are in ``p.grad``, but for FSDP2's gradients of ``set_requires_gradient_sync(False)``, which it keeps itself.
-
-    Attributes:
-        is_unreduced: Whether a wrapper of the model has yet to average them over processes.
-    """
-
-    is_unreduced: bool = False
-
-
-def pending_in(leaves: Leaves) -> list[Pending]:
-    """The pending gradients that ``leaves`` have, or some of them."""
-    if not state.pending:
-        return []
-    return [pending for pending in state.pending if pending.overlaps(leaves)]
+    def overlaps(self, leaves: Leaves) -> bool:
+        """Whether one of ``leaves`` is among its own."""
+        return not self.leaves.ids().isdisjoint(leaves.ids())
 
 
 def open_block_of(leaves: Leaves) -> OpenBlock | None:

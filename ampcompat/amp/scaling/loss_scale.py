@@ -67,11 +67,14 @@ class UncountedPasses:
     Attributes:
         found_inf: The flag that tells whether any of them overflowed.
         are_decided: Whether the script itself decides about their steps: it has called ``update_scale()``.
+        are_delayed: Whether a step makes that transition, if no backward pass has: one of them was of a block with
+            ``delay_unscale``.
     """
 
     def __init__(self, found_inf: torch.Tensor) -> None:
         self.found_inf = found_inf
         self.are_decided = False
+        self.are_delayed = False
 
 
 class MovingScale:
@@ -227,6 +230,19 @@ class MovingScale:
         else:
             self.uncounted.found_inf = torch.maximum(self.uncounted.found_inf, flag)
         return flag
+
+    def delay(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
+        """As :meth:`leave_uncounted`, for a pass that :meth:`make_delayed_transition` counts at the latest."""
+        flag = self.leave_uncounted(found_inf)
+        if self.uncounted is not None:
+            self.uncounted.are_delayed = True
+        return flag
+
+    def make_delayed_transition(self) -> None:
+        """Make the transition that :meth:`delay` has left, if no pass has made it since. No host sync."""
+        uncounted = self.uncounted
+        if uncounted is not None and uncounted.are_delayed:
+            self.adjust(uncounted.found_inf)
 
     def note_pass(self, found_inf: torch.Tensor | None) -> torch.Tensor:
         """Keep ``found_inf`` as the flag of the last pass, next to the scale; return it."""

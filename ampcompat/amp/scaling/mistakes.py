@@ -13,9 +13,9 @@ _MISTAKES = {
     "unscaled loss in a block": "A scale_loss block whose gradients do not come from the scaled loss - they are divided"
     " by the loss scale at its exit, and were never multiplied by it - call backward() on what the block yields, not on"
     " the loss.",
-    "pending gradients lost": "A scale_loss block raised in its backward pass while scaled gradients of delay_unscale,"
-    " or gradients of DDP's no_sync() were waiting - they are in the same tensors as the failed ones, and are cleared"
-    " with them - start the accumulation of this step again (D31).",
+    "unreduced gradients lost": "A scale_loss block raised in its backward pass while fully_shard kept gradients of"
+    " set_requires_gradient_sync(False) - they are in the same tensors as the failed ones, and are cleared with them -"
+    " start the accumulation of this step again (D31).",
     "block without gradients": "optimizer.step() after scale_loss blocks that gave this optimizer no gradient - the"
     f" scaled loss must be backpropagated inside the block - {_FIX}.",
     "no block": "optimizer.step() with gradients, but no scale_loss block of this optimizer since its last step -"
@@ -28,8 +28,12 @@ _MISTAKES = {
     " has added to (a generator's loss reaches the discriminator) - what it has added is still multiplied by the loss"
     " scale - step before that block, give the block both optimizers: `with amp.scale_loss(loss, [optimizer_a,"
     " optimizer_b])`, or freeze what the loss is not to train: requires_grad_(False).",
+    "unknown optimizer": "{name}.step() with gradients that a scale_loss block has left multiplied by the loss scale -"
+    " this optimizer was not given to amp.initialize, and a block unscales the gradients of its own optimizers - give"
+    " it to amp.initialize with the others, and to the block: `with amp.scale_loss(loss, [optimizer_a, optimizer_b])`;"
+    " or call its zero_grad() before the backward pass of its own loss.",
     "unreduced gradients read": "amp.master_params while gradients of no_sync() wait for the other processes - they are"
-    " still multiplied by the loss scale, so that a clip or a norm is wrong - clip after the block that averages them.",
+    " those of this process alone, so that a clip or a norm is wrong - clip after the block that averages them.",
     "plain gradients dropped": "A scale_loss block with half weights that have gradients already, which no block of"
     " their optimizer gave (of a loss.backward() before it?) - master weights (O2, O5) take gradients of blocks alone,"
     f" so they were dropped, as under apex - {_FIX}, for each loss.",
@@ -48,6 +52,6 @@ _MISTAKES = {
 }
 
 
-def warn_of(mistake: str) -> None:
-    """Warn of ``mistake``, one of the above, the first time."""
-    warn_once(mistake, _MISTAKES[mistake])
+def warn_of(mistake: str, **parts: str) -> None:
+    """Warn of ``mistake``, one of the above, the first time; ``parts`` are what its text leaves open."""
+    warn_once(mistake, _MISTAKES[mistake].format(**parts))

@@ -22,12 +22,11 @@ from ampcompat._types import Optimizer
 from ampcompat.amp.casts.contexts import CastsOff, save
 from ampcompat.amp.half.masters import master_of, push_all
 from ampcompat.amp.scaling import backward_methods
-from ampcompat.amp.scaling.between_blocks import clear_pending, prepare_masters
+from ampcompat.amp.scaling.between_blocks import prepare_masters
 from ampcompat.amp.scaling.clearing import clear_by_optimizer
 from ampcompat.amp.scaling.closures import step_with_closure
 from ampcompat.amp.scaling.exchange import give_back_params, match_state
-from ampcompat.amp.scaling.gradients import open_block_of, pending_in
-from ampcompat.amp.scaling.leaves import leaves_of
+from ampcompat.amp.scaling.gradients import open_block_of
 from ampcompat.amp.scaling.optimizer_state import OptimizerState, follow_groups
 from ampcompat.amp.scaling.scale_loss import under_amp
 from ampcompat.amp.scaling.session import Session
@@ -64,19 +63,13 @@ def attach(optimizer: Optimizer, session: Session, kind: type[OptimizerState]) -
 
 
 def detach(optimizer: Optimizer) -> None:
-    """Undo :func:`attach`, but for the wrappers of methods, which pass on.
-
-    Gradients that are still scaled are cleared, unless another optimizer holds some of the same tensors.
-    """
+    """Undo :func:`attach`, but for the wrappers of methods, which pass on."""
     stash: OptimizerState = optimizer._amp_stash
     stash.look_up(optimizer)
     state.optimizers.live.pop(optimizer, None)
-    others = leaves_of(state.optimizers.listed())
-    for pending in pending_in(stash.leaves):
-        if not pending.overlaps(others):
-            clear_pending(pending)
     give_back_params(optimizer)
     match_state(optimizer)
+    stash.note_when_gone(optimizer, set())
     for name in ("_amp_stash", *_METHODS):
         vars(optimizer).pop(name, None)
     follow_groups()
@@ -98,10 +91,11 @@ _WRAPPER_CODE = _torch.skip_compile_of_frame(_wrap(print, print)).__code__
 
 # -- step --------------------------------------------------------------------------------------------------------------
 @_torch.skip_compile_of_frame
-def step(optimizer: Optimizer, original: Callable[..., Any], closure: Any = None, **kwargs: Any) -> Any:
+def step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Step the masters and write them to the model; skip instead, once, after an overflow.
 
-    What a step of a script's own takes beside the closure is given to it by name.
+    The closure is the argument of that name, or the first one if it can be called. Anything else is passed on: a step
+    of a script's own may take a loss, or more.
 
     Host syncs: one where the flag of a dynamic scale waits, or gradients of an earlier overflow may still be there; one
     more for each scale that the message of a skip names. None with a static scale, nor with an optimizer that takes
@@ -109,24 +103,31 @@ def step(optimizer: Optimizer, original: Callable[..., Any], closure: Any = None
     """
     stash: OptimizerState = optimizer._amp_stash
     if stash.is_stepping:  # a script's own step, which amp's is around already, has called this one
-        args = [] if closure is None else [closure]
         return original(*args, **kwargs)
     stash.look_up(optimizer)
     if state.open_blocks:
         _refuse_in_block(optimizer, stash)
-    if closure is not None and not callable(closure):
-        raise TypeError(
-            f"optimizer.step got {type(closure).__name__} as closure - it must be callable - pass a function that"
-            " returns the loss, or nothing."
-        )
     casts = state.casts
-    if closure is not None:
-        outside = save(casts.device_types)
-        with CastsOff():
-            return step_with_closure(optimizer, original, closure, outside, **kwargs)
+    if args or kwargs:
+        closure, original = _with_arguments(original, args, kwargs)
+        if closure is not None:
+            outside = save(casts.device_types)
+            with CastsOff():
+                return step_with_closure(optimizer, original, closure, outside)
     casting = casts.original is not None or any(map(torch.is_autocast_enabled, casts.device_types))
     with CastsOff() if casting else nullcontext():
-        return make_or_skip_step(optimizer, stash, original, **kwargs)
+        return make_or_skip_step(optimizer, stash, original)
+
+
+def _with_arguments(
+    original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Callable[..., Any]]:
+    """The closure among the arguments of a step, or None; and ``original`` with the rest, which may yet take it."""
+    if callable(kwargs.get("closure")):
+        return kwargs["closure"], lambda closure: original(*args, **{**kwargs, "closure": closure})
+    if args and callable(args[0]):
+        return args[0], lambda closure: original(closure, *args[1:], **kwargs)
+    return None, functools.partial(original, *args, **kwargs)
 
 
 def _follow_step(optimizer: Optimizer) -> None:

@@ -7,7 +7,8 @@ apex kept the same there (``apex/amp/_process_optimizer.py: AmpOptimizerState``)
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence, Set
+import weakref
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +18,7 @@ from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.scaling.device_steps import DeviceSteps
 from ampcompat.amp.scaling.exchange import match_state, put_masters_into
-from ampcompat.amp.scaling.gradients import Overflow, open_block_of
+from ampcompat.amp.scaling.gradients import Overflow, Unreduced, open_block_of
 from ampcompat.amp.scaling.leaves import Leaves
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.scaler import LossScaler
@@ -59,10 +60,15 @@ class OptimizerState:
         uncounted: The same of blocks that have left their scale alone: after the scaler's ``update_scale()``, the
             script decides about the step.
         suspect: Whether the next step looks at its gradients itself, since they may not be finite.
+        delayed: Scalers whose transitions ``delay_unscale`` has left to the next block without it, step or
+            ``amp.master_params``.
+        unreduced: What the last blocks have left, if its gradients are those of this process alone.
         skipped: Whether the last step was skipped; None before the first step, and where the device decided.
         device_steps: The steps that the device decided about.
+        saved_by_script: Gradients that ``_prepare_amp_backward`` has saved outside of blocks.
         known_step: The optimizer's own ``step`` attribute, as last looked up.
         is_stepping: Whether a script's replacement of ``step`` runs; amp's wrapper is around it.
+        when_gone: Tells ``state.optimizers`` what it held when it is collected.
     """
 
     session: Session
@@ -72,10 +78,14 @@ class OptimizerState:
     overflows: dict[LossScaler, torch.Tensor] = field(default_factory=dict)
     uncounted: dict[LossScaler, Overflow] = field(default_factory=dict)
     suspect: bool = False
+    delayed: set[LossScaler] = field(default_factory=set)
+    unreduced: Unreduced | None = None
     skipped: bool | None = None
     device_steps: DeviceSteps = field(default_factory=DeviceSteps)
+    saved_by_script: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     known_step: object = None
     is_stepping: bool = False
+    when_gone: weakref.finalize[..., Optimizer] | None = field(default=None, init=False)
 
     @property
     def in_block(self) -> bool:
@@ -83,15 +93,14 @@ class OptimizerState:
         return open_block_of(self.leaves) is not None
 
     # -- overflows -----------------------------------------------------------------------------------------------------
-    def note_overflows(self, overflows: Sequence[Overflow]) -> None:
-        """Note what a block has found: the next step is skipped if one of ``overflows`` is set."""
-        for overflow in overflows:
-            if overflow.uncounted is not None:
-                self._note_uncounted(overflow)
-                continue
-            scaler, flag, _ = overflow
-            earlier = self.overflows.get(scaler)
-            self.overflows[scaler] = flag if earlier is None else torch.maximum(earlier, flag)
+    def note_overflow(self, overflow: Overflow) -> None:
+        """Note what a block has found: the next step is skipped if the flag is set."""
+        if overflow.uncounted is not None:
+            self._note_uncounted(overflow)
+            return
+        scaler, flag, _ = overflow
+        earlier = self.overflows.get(scaler)
+        self.overflows[scaler] = flag if earlier is None else torch.maximum(earlier, flag)
 
     def _note_uncounted(self, overflow: Overflow) -> None:
         """Note a pass that has left the scale alone, in one flag with others since the scaler's last transition."""
@@ -101,7 +110,7 @@ class OptimizerState:
         elif earlier.uncounted is overflow.uncounted:
             self.uncounted[overflow.scaler] = overflow._replace(flag=torch.maximum(earlier.flag, overflow.flag))
         else:  # the scaler has made its transition since
-            self.note_overflows([earlier._replace(uncounted=None)])
+            self.note_overflow(earlier._replace(uncounted=None))
             self.uncounted[overflow.scaler] = overflow
 
     def forget_overflows(self) -> None:
@@ -109,6 +118,18 @@ class OptimizerState:
         self.overflows = {}
         self.uncounted = {}
         self.suspect = False
+
+    def forget_gradients(self) -> None:
+        """Forget all that is known of gradients: ``zero_grad`` has cleared them."""
+        self.forget_overflows()
+        self.delayed.clear()
+        self.unreduced = None
+        self.saved_by_script = {}
+
+    def make_delayed_transitions(self) -> None:
+        """Make the transitions that ``delay_unscale`` has left. No host sync."""
+        for scaler in self.delayed:
+            scaler.make_delayed_transition()
 
     def drop_used_gradients(self, skipped: bool | None) -> None:
         """Drop the gradients of masters after a step, and the flags; ``skipped``: None where only the device knows.
@@ -119,6 +140,7 @@ class OptimizerState:
         may_have_overflowed = self.suspect or bool(self.overflows or self.uncounted)
         self.overflows = {}
         self.uncounted = {}
+        self.delayed.clear()
         was_made = skipped is False
         self.suspect = may_have_overflowed and not was_made
         for master in self.leaves.masters:
@@ -155,6 +177,14 @@ class OptimizerState:
         held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
         self.leaves = Leaves(masters, [param for key, param in held.items() if key not in sides])
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
+        self.note_when_gone(optimizer, self.leaves.ids())
+
+    def note_when_gone(self, optimizer: Optimizer, ids: set[int]) -> None:
+        """Have the ``ids`` of leaves noted when ``optimizer`` is collected: another may come in its place."""
+        if self.when_gone is not None:
+            self.when_gone.detach()
+        self.when_gone = weakref.finalize(optimizer, state.optimizers.gone.update, ids)
+        self.when_gone.atexit = False
 
 
 # -- groups that change ------------------------------------------------------------------------------------------------
@@ -170,11 +200,13 @@ def follow_groups(unscaled: Set[int] = frozenset()) -> None:
     optimizers = state.optimizers.listed()
     known = {key for optimizer in optimizers for key in optimizer._amp_stash.leaves.ids()}
     known.update(unscaled)
-    known.update(key for pending in state.pending for key in pending.leaves.ids())
+    known.update(state.optimizers.gone)
     for optimizer in optimizers:
         stash: OptimizerState = optimizer._amp_stash
         if stash._is_up_to_date(optimizer):
             continue
+        for master in stash.leaves.masters:  # one that leaves may come back, when a later block has given it another
+            master.drop_cleared_gradient()
         stash.look_up_anew(optimizer)
         if stash.session.has_scaled:
             stash.suspect = True  # an overflow may have left gradients of what it holds now

@@ -39,8 +39,8 @@ def scale_loss(
             gradients to. An empty list: only other gradients are wanted (of an input); nothing is unscaled.
         loss_id: Which of the ``num_losses`` scalers to use.
         model: Ignored, as under apex.
-        delay_unscale: Leave gradients scaled; a later block without it unscales what has accumulated. No need to use it
-            for accumulation: gradients accumulate correctly without.
+        delay_unscale: Leave the scale alone: the next block, step or ``amp.master_params`` moves it. Gradients are
+            unscaled all the same (D55). No need to use it for accumulation: gradients accumulate correctly without.
         delay_overflow_check: Leave the scale alone; an overflow still skips the step and is counted by the next block,
             unless the script calls the scaler's ``update_scale()``, and so decides about the step itself.
 
@@ -57,9 +57,8 @@ def scale_loss(
     scale of the block's entry, and added to what had accumulated; overflow is noted and the scale moves; the step after
     an overflow is skipped.
 
-    When the block raises, unscaled gradients are as at its entry. Scaled ones of ``delay_unscale`` or of DDP's
-    ``no_sync`` are lost with those of the failed backward pass, and a warning says so. Where the scale is always 1,
-    and there are no masters, what the failed pass has added stays, as in plain torch.
+    When the block raises, gradients are as at its entry. Where the scale is always 1, and there are no masters, what
+    the failed pass has added stays, as in plain torch.
     """
     used_optimizers, session = _optimizers_and_session(optimizers)
     if not session.enabled:
@@ -106,7 +105,7 @@ def _optimizers_and_session(optimizers: Any) -> tuple[list[Any], Session]:
         )
     stash = getattr(optimizers, "_amp_stash", None)
     if stash is not None:  # fast path: one optimizer under amp
-        return [optimizers], stash.session
+        return [under_amp(optimizers)], stash.session
     # apex took any iterable
     is_list = isinstance(optimizers, (list, tuple, ValuesView, Set, Iterator)) and not is_optimizer(optimizers)
     given = [under_amp(each) for each in (optimizers if is_list else [optimizers])]
@@ -117,7 +116,9 @@ def _optimizers_and_session(optimizers: Any) -> tuple[list[Any], Session]:
         if not latest.enabled or (is_optimizer(optimizer) and optimizer in state.optimizers.disabled):
             return [], DISABLED
         _refuse_optimizer(optimizer, given if is_list else optimizers)
-    return unique, unique[0]._amp_stash.session if unique else latest
+    if unique:
+        return unique, unique[0]._amp_stash.session
+    return [], state.calls_shown()[0] if latest.enabled else latest
 
 
 def _refuse_optimizer(optimizer: Any, given: Any) -> NoReturn:
@@ -134,9 +135,15 @@ def _refuse_optimizer(optimizer: Any, given: Any) -> NoReturn:
 
 
 def under_amp(optimizer: Any) -> Any:
-    """The initialized optimizer in ``optimizer``, a LARC that was built around one; else ``optimizer`` itself."""
+    """The initialized optimizer in ``optimizer``, a LARC that was built around one; else ``optimizer`` itself.
+
+    An object that forwards to an optimizer has the methods that amp has put on it: they are bound to the optimizer.
+    """
+    method = getattr(optimizer, "_amp_prepare_masters", None)
+    if method is not None:
+        return method.__self__
     inner = getattr(optimizer, "optim", None)
-    if inner is None or hasattr(optimizer, "_amp_stash"):
+    if inner is None:
         return optimizer
     is_initialized = hasattr(inner, "_amp_stash") or inner in state.optimizers.disabled
     return inner if is_initialized else optimizer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -11,7 +10,7 @@ from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.casts.contexts import Casts
 from ampcompat.amp.half.forward import ModelPolicy
 from ampcompat.amp.properties import Properties
-from ampcompat.amp.scaling.scaler import LossScaler, check_scaler
+from ampcompat.amp.scaling.scaler import LossScaler
 
 
 @dataclass(eq=False, repr=False)
@@ -66,17 +65,6 @@ class Session:
             output_dtype=output_dtype,
             master_weights=bool(options["master_weights"]) and weights_dtype is not None,
         )
-
-    def replace_scalers(self, scalers: Any) -> None:
-        """Follow ``amp._amp_state.loss_scalers = [...]``."""
-        if not isinstance(scalers, list) or not scalers:
-            raise TypeError(
-                f"amp._amp_state.loss_scalers = {scalers!r} - it must be a list of amp.scaler.LossScaler - put"
-                " amp.scaler.LossScaler(scale) or LossScaler('dynamic') into it, one per loss."
-            )
-        for index, scaler in enumerate(scalers):
-            check_scaler(scaler, index)
-        self.scalers = scalers
 
 
 #: Owner of optimizers that were initialized with ``enabled=False``, when a later call is enabled.

@@ -17,23 +17,22 @@ from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import Master, align_written, push_all
 from ampcompat.amp.half.record import check_replaced
 from ampcompat.amp.observers import notify
-from ampcompat.amp.scaling.between_blocks import end_pending
 from ampcompat.amp.scaling.device_steps import StepFlag, announce, skips_on_device
-from ampcompat.amp.scaling.gradients import pending_in
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
+from ampcompat.amp.scaling.unreduced import note_averaged
 from ampcompat.amp.scaling.unscaling import any_non_finite, drop_cleared
 
 R = TypeVar("R")
 
 
 @_torch.skip_compile_of_frame
-def make_or_skip_step(optimizer: Optimizer, stash: OptimizerState, original: Callable[..., Any], **kwargs: Any) -> Any:
+def make_or_skip_step(optimizer: Optimizer, stash: OptimizerState, original: Callable[..., Any]) -> Any:
     """Read the flags and make the step or skip it; or lend them to an optimizer that skips by itself.
 
     Where nothing is scaled and there are no masters, torch's own step is all there is to do.
     """
     has_masters = bool(stash.leaves.masters)
-    if has_masters or state.pending or state.observers or stash.device_steps.undecided:
+    if has_masters or stash.delayed or state.adapters or state.observers or stash.device_steps.undecided:
         make_ready(optimizer, stash)
     flags: list[StepFlag] = []
     if stash.overflows or stash.uncounted or stash.suspect:
@@ -49,10 +48,10 @@ def make_or_skip_step(optimizer: Optimizer, stash: OptimizerState, original: Cal
             return None
     update = functools.partial(update_weights, optimizer, stash, original) if has_masters else original
     if decides_on_device:
-        result = stash.device_steps.step(optimizer, flags, functools.partial(update, **kwargs))
+        result = stash.device_steps.step(optimizer, flags, update)
         finish(optimizer, stash, skipped=None)
     else:
-        result = update(**kwargs)
+        result = update()
         finish(optimizer, stash, skipped=False)
     return result
 
@@ -60,10 +59,11 @@ def make_or_skip_step(optimizer: Optimizer, stash: OptimizerState, original: Cal
 # -- before it ---------------------------------------------------------------------------------------------------------
 @_torch.eager
 def make_ready(optimizer: Optimizer, stash: OptimizerState) -> None:
-    """Make gradients unscaled, and masters follow the model, for a step."""
-    if state.pending:
-        for pending in pending_in(stash.leaves):
-            end_pending(pending)
+    """Make the scale and the masters ready for a step."""
+    if stash.delayed:
+        stash.make_delayed_transitions()
+    if stash.unreduced is not None:
+        note_averaged(stash)
     if stash.device_steps.undecided:
         stash.device_steps.report_arrived()
     masters = stash.leaves.masters

@@ -10,8 +10,8 @@ it ends (:func:`unscale_new`)         2048, until it is cleared                 
 second block begins                   None                                        2
 after ``backward``                    3072                                        2
 it ends                               3072: this pass alone                       5
-or it gave this weight no gradient    None                                        2
-or its body raised                    None                                        2
+or it gave this weight no gradient    2                                           2
+or its body raised                    2                                           2
 ``step``, made or skipped             as it is, until it is cleared               None
 ====================================  ==========================================  =====================================
 
@@ -21,7 +21,7 @@ added to it at the end: 2048, 2, None, 3072, 5.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from operator import attrgetter
 
 import torch
@@ -32,7 +32,7 @@ from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.half.masters import Master
 from ampcompat.amp.scaling.adapter import Adapter
-from ampcompat.amp.scaling.gradients import Overflow, Pending, ScaledGradients
+from ampcompat.amp.scaling.gradients import OpenBlock
 from ampcompat.amp.scaling.leaves import Leaves
 from ampcompat.amp.scaling.scaler import LossScaler
 
@@ -44,25 +44,17 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 # -- before a backward pass --------------------------------------------------------------------------------------------
-def save_grads(leaves: Leaves, saved: dict[torch.Tensor, torch.Tensor], scaled: Set[int] = frozenset()) -> None:
-    """Take unscaled gradients out of ``p.grad``, into ``saved``; the sums of half weights are in their masters.
-
-    Args:
-        leaves: Whose gradients.
-        saved: Is filled.
-        scaled: Ids of leaves whose gradients are scaled already, and stay.
-    """
+def save_grads(leaves: Leaves, saved: dict[torch.Tensor, torch.Tensor]) -> None:
+    """Take unscaled gradients out of ``p.grad``, into ``saved``; the sums of half weights are in their masters."""
     for master in leaves.masters:
-        half = master.half
-        if half.grad is None:
-            if master.grad_shown:
-                master.drop_gradient()  # a script has cleared it in the model
-        elif id(half) not in scaled:
-            half.grad = None
+        if master.half.grad is None:
+            master.drop_cleared_gradient()
+        else:
+            master.half.grad = None
             master.grad_shown = False
     for param in leaves.direct:
         grad = param.grad
-        if grad is None or id(param) in scaled:
+        if grad is None:
             continue
         if _torch.is_window(grad):  # DDP's gradient_as_bucket_view overwrites the bucket in the next backward pass
             grad = grad.clone()
@@ -70,68 +62,7 @@ def save_grads(leaves: Leaves, saved: dict[torch.Tensor, torch.Tensor], scaled: 
         param.grad = None
 
 
-def rescale(gradients: Pending, scaler: LossScaler) -> None:
-    """Bring scaled ``gradients`` to the scale of ``scaler``, whose block adds to them.
-
-    Where the ratio of the two scales is a power of two, as it is unless a script wrote one, this loses no bit of a
-    gradient that stays within the normal range of its dtype.
-    """
-    before = gradients.scale
-    is_at_scale = scaler.is_one if before is None else before is scaler.scale
-    if is_at_scale:
-        return
-    tensors = gradients.leaves.tensors()
-    scaled: list[torch.Tensor] = []
-    for param in tensors:
-        if param.grad is None:
-            continue
-        if param.grad.requires_grad:  # of backward(create_graph=True): it keeps its graph
-            param.grad = param.grad * _ratio(scaler, before, param.device)
-        else:
-            scaled.append(entries_of(param.grad))
-    if state.adapters:
-        scaled = list(map(_torch.local_part, scaled))
-    for adapter in state.adapters:
-        scaled += adapter.unreduced_gradients(tensors)
-    with torch.no_grad():
-        for grad in scaled:
-            grad.mul_(_ratio(scaler, before, grad.device))
-
-
-def _ratio(scaler: LossScaler, before: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """What brings gradients at the scale ``before`` to the scale of ``scaler``; None: they are not scaled."""
-    scale = scaler.scale_on(device)
-    return scale if before is None else scale / before.to(device, non_blocking=True)
-
-
 # -- after a backward pass ---------------------------------------------------------------------------------------------
-def adjust_scalers(gradients: ScaledGradients, moves_scale: bool = True) -> list[Overflow]:
-    """Make the transition of each scaler whose loss gave ``gradients``, which are unscaled. No host sync.
-
-    Args:
-        gradients: Those of a block, or pending ones.
-        moves_scale: Move the scale of the block's own scaler now; otherwise its next transition counts the overflow.
-
-    Returns:
-        What the steps of their optimizers are to note: nothing where no scale moves.
-    """
-    own, *others = gradients.scalers
-    if gradients.scale is None:  # a static scale of one
-        if moves_scale:
-            own.count_clean_pass()
-        return []
-    found_inf = own.take_found_inf()
-    overflows: list[Overflow] = []
-    flag = own.adjust(found_inf) if moves_scale else own.leave_uncounted(found_inf)
-    if flag is not None:
-        overflows.append(Overflow(own, flag, None if moves_scale else own.uncounted))
-    for other in others:
-        flag = other.adjust(found_inf)
-        if flag is not None:
-            overflows.append(Overflow(other, flag, None))
-    return overflows
-
-
 def unscale_new(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) -> bool:
     """Unscale the new gradients of ``leaves``, and add the gradients of half weights to their masters'.
 
@@ -169,6 +100,7 @@ def unscale_new(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) 
             _share_overflow(adapter, scaler, leaves.direct)
     if len(half_gradients) < len(masters):
         drop_cleared(masters)  # a script may zero gradients in the block, and then clear some
+        show_sums(masters)
     return has_new_grads
 
 
@@ -297,29 +229,42 @@ def _can_add_half(half_gradients: HalfGradients) -> bool:
     return all(grad is not None and not grad.is_sparse for grad in accumulated)
 
 
+# -- sums in the model -------------------------------------------------------------------------------------------------
+@_torch.without_grad
+def show_sums(masters: Iterable[Master]) -> None:
+    """Show the sums of ``masters`` in the model again where their block is over and gave them nothing.
+
+    Outside of blocks a master that has a gradient shows one in the model, so that ``p.grad = None`` clears both.
+    """
+    for master in masters:
+        master.show_gradient()
+
+
 # -- gradients that a script has cleared -------------------------------------------------------------------------------
 def drop_cleared(masters: Iterable[Master]) -> None:
     """Drop the gradients of masters where the model showed them, and a script has cleared them there."""
     for master in masters:
-        if master.grad_shown and master.half.grad is None:
-            master.drop_gradient()
+        master.drop_cleared_gradient()
 
 
 # -- gradients that are lost -------------------------------------------------------------------------------------------
-def clear_partly_unscaled(gradients: ScaledGradients) -> None:
+def clear_partly_unscaled(block: OpenBlock) -> None:
     """Clear what an exception has left partly unscaled. Optimizers step without what is None."""
-    gradients.scalers[0].forget_found_inf()
-    clear_in_model(gradients.leaves)
-    for master in gradients.leaves.masters:
+    block.scaler.forget_found_inf()
+    clear_in_model(block.leaves)
+    for master in block.leaves.masters:
         master.drop_gradient()
-    gradients.saved.clear()
+    block.saved.clear()
     say("Unscaling raised: the gradients that were to be unscaled are cleared.")
 
 
 def clear_in_model(leaves: Leaves) -> None:
     """Clear the gradients of ``leaves`` in the model, and those that a wrapper keeps for a later backward pass."""
-    for leaf in leaves.tensors():
-        leaf.grad = None
+    for master in leaves.masters:
+        master.half.grad = None
+        master.grad_shown = False
+    for param in leaves.direct:
+        param.grad = None
     drop_unreduced(leaves)
 
 

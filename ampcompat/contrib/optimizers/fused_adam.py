@@ -16,6 +16,7 @@ from ampcompat.multi_tensor_apply._working import math_dtype
 from ampcompat.multi_tensor_apply.lists import number_on
 from ampcompat.multi_tensor_apply.norms import multi_tensor_l2norm
 from ampcompat.optimizers._base import evaluated, load_state_in, refuse_unsupported
+from ampcompat.optimizers._saved_forms import in_own_form
 
 __all__ = ["FusedAdam"]
 
@@ -169,7 +170,14 @@ class FusedAdam(torch.optim.Optimizer):
         )
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load as torch's does, but keep float32 moments of half params, where torch rounds them to their dtype."""
+        """Load as torch's does, but keep float32 moments of half params, where torch rounds them to their dtype.
+
+        State that another Adam wrote is converted: docs/resume.md has the table.
+
+        Raises:
+            ValueError: Another optimizer's state, or torch's own; nothing has been changed then.
+        """
+        state_dict = in_own_form(self, "FusedAdam", state_dict, "in params")
         super().load_state_dict(state_dict)
         load_state_in(self, state_dict, lambda _, param: math_dtype(param.dtype))
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.findings import UNSUPPORTED
 from ampcompat.tools.check.package_names import provides
-from ampcompat.tools.check.symbols import MODULES, SYMBOLS, verdict
+from ampcompat.tools.check.symbols import MODULES, is_symbol, names_in, verdict
 
 PACKAGES = ("apex", "ampcompat", *EXTENSIONS)
 #: The module that ``ampcompat migrate --to native`` puts in the place of ``apex.amp``.
@@ -69,15 +69,16 @@ class Bindings:
                 self._import_from(node, other)
             elif isinstance(node, ast.Assign):
                 assigned += _pairs(node.targets, node.value)
+                module = _imported_by_name(node.value)
+                self.names |= {dotted(target): module for target in node.targets if module}
             elif isinstance(node, ast.AnnAssign) and node.value is not None:
                 assigned += _pairs([node.target], node.value)
         for target, value in assigned:
             symbol = self.resolve(dotted(value))
-            # Only modules and symbols of the table: `x = amp._amp_state.loss_scalers[0]` is not an alias.
-            if symbol in SYMBOLS:
-                self.names.setdefault(target, symbol)
-            elif symbol is None:
+            if symbol is None:
                 other.add(target)
+            elif is_symbol(symbol):  # `x = amp._amp_state.handle.is_active` is not an alias
+                self.names.setdefault(target, symbol)
         self.ambiguous = other & set(self.names)
         #: Where a chain of attributes must begin to name anything of apex.
         self.heads = {name.partition(".")[0] for name in self.names}
@@ -116,7 +117,7 @@ class Bindings:
         if bound is None:
             return None
         symbol = apex_name(self.names[bound] + name[len(bound) :])
-        if bound in self.ambiguous and symbol not in SYMBOLS:
+        if symbol is None or (bound in self.ambiguous and not is_symbol(symbol)):
             return None
         return symbol
 
@@ -130,9 +131,10 @@ class Bindings:
 @functools.cache
 def _public_names(module: str | None) -> tuple[str, ...]:
     """What a star imports from a module of apex. Its modules are not meant: scripts have an ``opt`` of their own."""
-    symbols = SYMBOLS if module == "apex" else SYMBOLS.keys() - MODULES
-    names = (symbol.rpartition(".") for symbol in symbols)
-    return tuple(sorted(name for parent, _, name in names if parent == module and not name.startswith("_")))
+    names = names_in(module) if module in MODULES else set()
+    if module != "apex":
+        names = {name for name in names if f"{module}.{name}" not in MODULES}
+    return tuple(sorted(name for name in names if not name.startswith("_")))
 
 
 def _pairs(targets: list[ast.expr], value: ast.expr) -> list[tuple[str, ast.expr]]:
@@ -140,6 +142,14 @@ def _pairs(targets: list[ast.expr], value: ast.expr) -> list[tuple[str, ast.expr
     values = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
     names = [name for name in map(dotted, targets) if name]
     return [(name, one) for name in names for one in values if isinstance(one, ast.Attribute | ast.Name)]
+
+
+def _imported_by_name(value: ast.expr) -> str:
+    """The module of ``importlib.import_module("apex.amp")``; "" for what is no such call, or of another package."""
+    if not isinstance(value, ast.Call) or dotted(value.func).rpartition(".")[2] != "import_module":
+        return ""
+    name = value.args[0].value if value.args and isinstance(value.args[0], ast.Constant) else ""
+    return name if isinstance(name, str) and name.partition(".")[0] in PACKAGES else ""
 
 
 def parameters(function: Function) -> set[str]:

@@ -14,7 +14,7 @@ Condition = tuple[str, bool]
 PREFIX = re.compile(r"\b[a-zA-Z_]\w*\.")
 HALF = re.compile(r"(?<!b)float16|fp16|half")
 WIDE = re.compile(r"bfloat16|float32|float64|double")
-AMP = re.compile(r"(\b|_)amp|apex|fp16|half|mixed")
+AMP = re.compile(r"(\b|_)amp|apex|fp16|half|mixed|scaler")
 
 
 @once
@@ -68,13 +68,18 @@ def _of_test(source: Source, test: ast.expr, holds: bool) -> set[Condition]:
 
 
 def _parts(test: ast.expr, holds: bool) -> set[Condition]:
-    """What follows from a test: its negations resolved (``not a``, ``a != b``), and the parts of a conjunction."""
+    """What follows from a test: its negations resolved (``not a``, ``a != b``), and the parts of a conjunction.
+
+    ``a is not None`` counts as ``a``.
+    """
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return _parts(test.operand, not holds)
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) is holds:
         return {condition for part in test.values for condition in _parts(part, holds)}
     if isinstance(test, ast.Compare) and len(test.ops) == 1:
         left, right = _text(test.left), _text(test.comparators[0])
+        if right == "None" and isinstance(test.ops[0], ast.Is | ast.IsNot):
+            return {(left, holds is isinstance(test.ops[0], ast.IsNot))}
         if isinstance(test.ops[0], ast.NotEq | ast.IsNot | ast.NotIn):
             return {(f"{left} == {right}", not holds)}
         if isinstance(test.ops[0], ast.Eq | ast.Is | ast.In):

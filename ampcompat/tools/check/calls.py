@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from typing import TypeAlias
 
 from ampcompat.tools.check.bindings import dotted
 from ampcompat.tools.check.source import Source, once
 
+Definition: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
-def function_of(source: Source, call: ast.Call) -> ast.AST | None:
+
+def function_of(source: Source, call: ast.Call) -> Definition | None:
     """The function of the same file that a call runs: ``clip(...)``, or ``self.clip()`` of the class around it."""
     if isinstance(call.func, ast.Name):
         return _functions(source).get((source.tree, call.func.id))
@@ -36,7 +39,7 @@ def calls_by_function(source: Source) -> dict[ast.AST, list[ast.Call]]:
 
 
 @once
-def _functions(source: Source) -> dict[tuple[ast.AST, str], ast.AST]:
+def _functions(source: Source) -> dict[tuple[ast.AST, str], Definition]:
     """The functions of a module and of its classes, by what they are defined in and by name."""
-    kinds: Iterator[ast.FunctionDef | ast.AsyncFunctionDef] = source.kind(ast.FunctionDef, ast.AsyncFunctionDef)
+    kinds: Iterator[Definition] = source.kind(ast.FunctionDef, ast.AsyncFunctionDef)
     return {(source.parents[function], function.name): function for function in kinds}

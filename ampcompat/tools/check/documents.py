@@ -5,16 +5,13 @@ from __future__ import annotations
 import bisect
 import contextlib
 import json
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ampcompat.tools.check.cells import read_cell
 from ampcompat.tools.check.split_lines import lines_of
 
-MAGIC = re.compile(r"^(\s*)([%!?].*)$")
 #: Outputs and metadata between two lines of code that are looked through.
 WINDOW = 5000
-HIDDEN = "#ampcompat magic:"
 
 
 class NotANotebook(ValueError):
@@ -31,12 +28,16 @@ class Notebook:
     """The code of a notebook as one source, and its lines back in the notebook.
 
     Attributes:
-        code: The cells one after the other; magics are comments.
+        code: The cells one after the other.
         lines: For each line of ``code`` the line of the file, from 1; 0 where it has none.
+        shell: For each line of ``code`` what it has for the shell or for a magic; "" where it is Python.
+        left_out: Cells that Python does not parse: the line of ``code``, from 1, and the reason.
     """
 
     code: str
     lines: list[int]
+    shell: list[str]
+    left_out: list[tuple[int, str]]
 
     @classmethod
     def read(cls, text: str) -> Notebook:
@@ -47,28 +48,30 @@ class Notebook:
         """
         try:
             cells = json.loads(text)["cells"]
-            codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+            texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
             raise NotANotebook(f"is not a notebook: {problem}") from None
-        places = _places(text)
-        at = 0
         code: list[str] = []
-        lines: list[int] = []
-        for cell in codes:
-            is_other_language = cell.lstrip().startswith("%%") and not cell.lstrip().startswith(("%%time", "%%capture"))
-            for line in lines_of(cell):
-                place = _next_place(places.get(line, []), at)
-                at = place or at
-                lines.append(place)
-                code.append(f"{HIDDEN}{line}" if is_other_language else MAGIC.sub(rf"\1{HIDDEN}\2", line))
-        return cls("".join(f"{line}\n" for line in code), lines)
+        shell: list[str] = []
+        left_out: list[tuple[int, str]] = []
+        for cell in map(read_cell, texts):
+            if cell.problem is not None:
+                left_out.append((len(code) + cell.line + 1, cell.problem))
+            code += cell.code
+            shell += cell.shell
+        return cls("".join(f"{line}\n" for line in code), _lines_in_file(text, texts), shell, left_out)
 
-    def commands(self) -> Iterator[tuple[int, str]]:
-        """Commands for the shell in the cells, with their lines in ``code``, from 1."""
-        for number, line in enumerate(lines_of(self.code), 1):
-            hidden = line.lstrip()
-            if hidden.startswith(HIDDEN):
-                yield number, hidden[len(HIDDEN) :]
+
+def _lines_in_file(text: str, cells: list[str]) -> list[int]:
+    """For each line of the cells the line of the file, from 1; 0 where it has none."""
+    places = _places(text)
+    at = 0
+    lines: list[int] = []
+    for line in (line for cell in cells for line in lines_of(cell)):
+        place = _next_place(places.get(line, []), at)
+        at = place or at
+        lines.append(place)
+    return lines
 
 
 def _places(text: str) -> dict[str, list[int]]:

@@ -60,14 +60,14 @@ def places(path: str, text: str) -> Iterator[Place]:
     name = os.path.basename(path)
     lines = lines_of(text)
     if _is_one_of(name, COMMANDS):
-        yield from _in_commands(lines)
+        yield from in_commands(lines)
         return
     is_table = name == SETUP or _is_one_of(name, TABLES)
     numbers = _in_tables(lines) if is_table else _in_requirements(lines)
     yield from (Place(number, number) for number in numbers)
 
 
-def installs_apex(command: str) -> bool:
+def _installs_apex(command: str) -> bool:
     """Whether a command downloads or installs apex."""
     command = command.partition("#")[0]
     if DOWNLOAD.search(command):
@@ -90,10 +90,10 @@ def is_requirement(line: str) -> bool:
     return REQUIREMENT.match(asked) is not None or DOWNLOAD.search(asked) is not None
 
 
-def _in_commands(lines: Sequence[str]) -> Iterator[Place]:
+def in_commands(lines: Sequence[str]) -> Iterator[Place]:
     """Each command that installs apex, by the first of its lines that names apex."""
     for start, parts in _commands(lines):
-        if installs_apex(" ".join(parts)):
+        if _installs_apex(" ".join(parts)):
             first = next(number for number, part in enumerate(parts, start) if APEX.search(part))
             yield Place(first, start)
 

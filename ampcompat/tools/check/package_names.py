@@ -16,17 +16,11 @@ def provides(name: str) -> bool:
     place, parts = PACKAGE, name.split(".")[1:]
     while parts and ((place / parts[0]).is_dir() or (place / f"{parts[0]}.py").is_file()):
         place /= parts.pop(0)
-    bound = _bound(place / "__init__.py" if place.is_dir() else place.with_suffix(".py"))
+    bound = _bound(_file(place))
     if not parts:
         return not bound & REFUSES
     has_every_module = parts[0].startswith("__") and parts[0].endswith("__")
     return parts[0] in bound or (has_every_module and bool(bound))
-
-
-def binds(module: str, name: str) -> bool:
-    """Whether ampcompat's ``module`` binds ``name`` to something of ampcompat's own; submodules do not count."""
-    place = PACKAGE.joinpath(*module.split(".")[1:])
-    return name in _owned(place / "__init__.py" if place.is_dir() else place.with_suffix(".py"))
 
 
 @functools.cache
@@ -43,8 +37,9 @@ def exports(module: str) -> frozenset[str]:
 
 
 @functools.cache
-def _owned(file: Path) -> frozenset[str]:
-    """Names of :func:`_bound` less those that come from other packages."""
+def names_of(module: str) -> frozenset[str]:
+    """The names that ampcompat's ``module`` binds to something of ampcompat's own; submodules do not count."""
+    file = _file(PACKAGE.joinpath(*module.split(".")[1:]))
     if not file.is_file():
         return frozenset()
     foreign: set[str] = set()
@@ -52,7 +47,12 @@ def _owned(file: Path) -> frozenset[str]:
         outside = isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("ampcompat")
         if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and outside):
             foreign |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-    return frozenset(_bound(file) - foreign)
+    return _bound(file) - foreign
+
+
+def _file(place: Path) -> Path:
+    """The source of a module or package."""
+    return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
 
 
 @functools.cache
@@ -67,7 +67,7 @@ def _bound(file: Path) -> frozenset[str]:
             names.add(node.name)
         elif isinstance(node, ast.alias):
             names.add(node.asname or node.name.partition(".")[0])
-        else:
+        elif not isinstance(node, ast.comprehension):  # whose names are its own
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 names.add(node.id)
             rest += ast.iter_child_nodes(node)

@@ -17,8 +17,8 @@ from ampcompat.tools.check.facts import Facts
 from ampcompat.tools.check.files import SUFFIXES, Unreadable, decode, is_native_amp, read, sources
 from ampcompat.tools.check.findings import ERROR, NOTE, WARNING, Finding, Report
 from ampcompat.tools.check.judgement import judged
-from ampcompat.tools.check.manifests import installs_apex, is_manifest, places
-from ampcompat.tools.check.source import Source, mentions_apex
+from ampcompat.tools.check.manifests import in_commands, is_manifest, places
+from ampcompat.tools.check.source import UNPARSABLE, Source, mentions_apex
 from ampcompat.tools.check.split_lines import lines_of
 from ampcompat.tools.check.uses import symbols_of
 
@@ -27,8 +27,6 @@ READ = (*SUFFIXES, ".ipynb")
 #: A comment that keeps the findings of its line out of the report.
 IGNORE = re.compile(r"#\s*ampcompat:\s*ignore\b")
 MENTION = re.compile(rf"^[ \t\f]*(from|import)[ \t]+({'|'.join(('apex', *EXTENSIONS))})\b", re.MULTILINE)
-# What parsing hostile text raises: bad syntax, null bytes, nesting too deep for the parser or for us.
-UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 INSTALLED = (
     "apex is installed here: nothing has to be built any more; drop this, and install ampcompat from a checkout,"
     " since no package index has it"
@@ -138,7 +136,9 @@ def _read(name: str, file: str) -> CheckedFile:
     checked = CheckedFile(name, file, text, has_python_suffix=is_python)
     if notebook is not None:
         checked.text, checked.lines = notebook.code, notebook.lines
-        checked.add(_installing(name, (line for line, command in notebook.commands() if installs_apex(command))))
+        checked.add(_installing(name, (place.line for place in in_commands(notebook.shell))))
+        if checked.names_apex:
+            checked.add(_left_out(name, line, reason) for line, reason in notebook.left_out)
     if is_manifest(file):
         checked.add(_installing(name, (place.line for place in places(file, text))))
         checked.text = text if is_python else None
@@ -148,6 +148,11 @@ def _read(name: str, file: str) -> CheckedFile:
 def _installing(name: str, lines: Iterable[int]) -> list[Finding]:
     """Lines that install apex, which nothing needs any more."""
     return [Finding(name, line, 0, "file", "installs_apex", NOTE, INSTALLED) for line in lines]
+
+
+def _left_out(name: str, line: int, reason: str) -> Finding:
+    note = f"Python 3 cannot parse this cell ({reason}); it is left out, and the others are read"
+    return Finding(name, line, 0, "file", "unparsable_cell", NOTE, note)
 
 
 def _parse(checked: CheckedFile, is_searched: bool) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
+import operator
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from ampcompat._extensions import EXTENSIONS
-from ampcompat.tools.check.bindings import NATIVE, Bindings, dotted, parameters
+from ampcompat.tools.check.bindings import NATIVE, Bindings, Function, dotted, parameters
 from ampcompat.tools.check.findings import Finding
 from ampcompat.tools.check.symbols import ON_OPTIMIZERS
 
@@ -25,6 +26,15 @@ TRIES: tuple[type[ast.AST], ...] = (ast.Try, _TRY_STAR)
 #: Kinds of nodes that hold statements, and nodes of which one object stands for many.
 HOLDS_STATEMENTS = (ast.mod, ast.stmt, ast.excepthandler, ast.match_case)
 SHARED = (ast.expr_context, ast.boolop, ast.operator, ast.unaryop, ast.cmpop)
+#: What a literal may be computed with; on floats, so that no power takes long.
+ARITHMETIC: dict[type[ast.operator], Callable[[float, float], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Pow: operator.pow,
+}
+#: What parsing hostile text raises: bad syntax, null bytes, nesting too deep for the parser or for us.
+UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -182,7 +192,7 @@ class Source:
         return node
 
     def apex(self, node: ast.AST) -> str | None:
-        """The apex symbol that an expression names, or None; parameters shadow imports."""
+        """The apex symbol that an expression names, or None; parameters shadow imports, unless they are given them."""
         root = node
         while isinstance(root, ast.Attribute):
             root = root.value
@@ -190,18 +200,45 @@ class Source:
             return None
         name = dotted(node)
         bound = self.bindings.bound(name)
-        if bound is None or ("." not in bound and self.is_parameter(bound, node)):
+        if bound is None:
+            return None
+        function = None if "." in bound else self._function_with(bound, node)
+        if function is not None and self._is_shadowed(bound, function):
             return None
         return self.bindings.resolve(name)
 
     def is_parameter(self, name: str, node: ast.AST) -> bool:
         """Whether ``name`` means a parameter of a function around ``node``."""
+        return self._function_with(name, node) is not None
+
+    def default_of(self, name: str, node: ast.AST) -> ast.expr | None:
+        """The default of the parameter that ``name`` means; None for none."""
+        function = self._function_with(name, node)
+        if function is None:
+            return None
+        arguments = function.args
+        positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+        keyword_only = [argument.arg for argument in arguments.kwonlyargs]
+        defaults = dict(zip(reversed(positional), reversed(arguments.defaults), strict=False))
+        return {**defaults, **dict(zip(keyword_only, arguments.kw_defaults, strict=True))}.get(name)
+
+    def _function_with(self, name: str, node: ast.AST) -> Function | None:
+        """The innermost function around ``node`` with a parameter ``name``."""
         scope = self.scope(node)
         while isinstance(scope, SCOPES):
             if name in parameters(scope):
-                return True
+                return scope
             scope = self.scope(scope)
-        return False
+        return None
+
+    @once
+    def _is_shadowed(self, name: str, function: Function) -> bool:
+        """Whether a parameter means something else than the import of that name, which no call passes for it."""
+        for call in self.calls_named(getattr(function, "name", "")):
+            given = (*call.args, *(keyword.value for keyword in call.keywords))
+            if any(dotted(value) == name and not self.is_parameter(name, value) for value in given):
+                return False
+        return True
 
     def calls_to(self, *symbols: str) -> list[ast.Call]:
         """Calls of apex symbols, e.g. ``calls_to("apex.amp.initialize")``."""
@@ -231,17 +268,30 @@ class Source:
 
     def imports(self, package: str) -> bool:
         """Whether the file imports ``package`` or a part of it."""
-        return package in self._packages
+        return any(name.partition(".")[0] == package for _, name in self._imported)
+
+    def full_name(self, node: ast.AST) -> str:
+        """The name of an imported thing in full, ``torch.nn.functional.pad`` for ``F.pad``; "" for anything else."""
+        head, dot, rest = dotted(node).partition(".")
+        module = self._modules.get(head)
+        return f"{module}{dot}{rest}" if module else ""
 
     @functools.cached_property
-    def _packages(self) -> set[str]:
-        names: list[str] = []
-        for node in self.kind(ast.Import, ast.ImportFrom):
-            if isinstance(node, ast.Import):
-                names += [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                names.append(node.module or "")
-        return {name.partition(".")[0] for name in names}
+    def _modules(self) -> dict[str, str]:
+        return dict(self._imported)
+
+    @functools.cached_property
+    def _imported(self) -> list[tuple[str, str]]:
+        """Names that imports bind, and what each is in full."""
+        found: list[tuple[str, str]] = []
+        for node in self.kind(ast.Import):
+            for alias in node.names:
+                package = alias.name.partition(".")[0]
+                found.append((alias.asname, alias.name) if alias.asname else (package, package))
+        for statement in self.kind(ast.ImportFrom):
+            module = "." * statement.level + (statement.module or "")
+            found += [(alias.asname or alias.name, f"{module}.{alias.name}") for alias in statement.names]
+        return found
 
     def finding(self, node: ast.AST, kind: str, name: str, level: str, note: str = "") -> Finding:
         """A finding at ``node``."""
@@ -262,17 +312,28 @@ def argument(call: ast.Call, position: int, keyword: str) -> ast.expr | None:
     return call.args[position] if len(call.args) > position else None
 
 
-def number(node: ast.AST | None) -> float | None:
-    """The value of a numeric literal, sign included, else None."""
-    sign = 1.0
-    while isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-        sign, node = (-sign if isinstance(node.op, ast.USub) else sign), node.operand
+def number(node: ast.AST | None, depth: int = 4) -> float | None:
+    """The value of a numeric literal, or of literals that are computed with, as in ``-2**32 + 1``; else None."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         try:
-            return sign * float(node.value)
+            return float(node.value)
         except OverflowError:
-            return sign * float("inf")
+            return float("inf")
+    if depth and isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        value = number(node.operand, depth - 1)
+        return -value if value is not None and isinstance(node.op, ast.USub) else value
+    if depth and isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
+        left, right = number(node.left, depth - 1), number(node.right, depth - 1)
+        return None if left is None or right is None else _computed(node.op, left, right)
     return None
+
+
+def _computed(op: ast.operator, left: float, right: float) -> float | None:
+    try:
+        result = ARITHMETIC[type(op)](left, right)
+    except ArithmeticError:
+        return None
+    return result if isinstance(result, float) else None  # a root of a negative number is complex
 
 
 def called(call: ast.Call) -> str:

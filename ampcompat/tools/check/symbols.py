@@ -1,4 +1,4 @@
-"""Every apex symbol that scripts use, and how it fares here: the data that drives the check.
+"""How each symbol of apex fares here: the data that drives the check.
 
 Modules of apex, notes and refusals are written here; which names the modules supply is read from the package itself.
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.findings import DIFFERS, UNSUPPORTED, WORKS
-from ampcompat.tools.check.package_names import binds, exports
+from ampcompat.tools.check.package_names import exports, names_of
 
 
 class Symbol(NamedTuple):
@@ -19,153 +19,74 @@ class Symbol(NamedTuple):
     note: str = ""
 
 
-def _works(parent: str, names: str) -> dict[str, Symbol]:
-    return {f"{parent}.{name}": Symbol(WORKS) for name in names.split()}
-
-
+_MODULES_BELOW = {
+    "apex": "_autocast_utils amp fp16_utils mlp multi_tensor_apply normalization optimizers parallel",
+    "apex.amp": "__version__ _amp_state _initialize _process_optimizer amp compat frontend handle lists opt rnn_compat"
+    " scaler",
+    "apex.amp.lists": "functional_overrides tensor_overrides torch_overrides",
+    "apex.contrib": "clip_grad optimizers xentropy",
+    "apex.contrib.clip_grad": "clip_grad",
+    "apex.contrib.optimizers": "fp16_optimizer fused_adam fused_lamb fused_sgd",
+    "apex.contrib.xentropy": "softmax_xentropy",
+    "apex.fp16_utils": "fp16_optimizer fp16util loss_scaler",
+    "apex.mlp": "mlp",
+    "apex.normalization": "fused_layer_norm",
+    "apex.optimizers": "fused_adagrad fused_adam fused_lamb fused_novograd fused_sgd",
+    "apex.parallel": "LARC distributed multiproc optimized_sync_batchnorm sync_batchnorm",
+    "apex.testing": "common_utils",
+}
 MODULES = frozenset(
-    {
-        *EXTENSIONS,
-        "apex",
-        "apex.amp",
-        "apex.amp._amp_state",
-        "apex.amp._initialize",
-        "apex.amp._process_optimizer",
-        "apex.amp.frontend",
-        "apex.amp.handle",
-        "apex.amp.lists",
-        "apex.amp.lists.functional_overrides",
-        "apex.amp.lists.tensor_overrides",
-        "apex.amp.lists.torch_overrides",
-        "apex.amp.opt",
-        "apex.amp.scaler",
-        "apex.fp16_utils",
-        "apex.multi_tensor_apply",
-        "apex.normalization",
-        "apex.normalization.fused_layer_norm",
-        "apex.optimizers",
-        "apex.parallel",
-        "apex.parallel.LARC",
-        "apex.parallel.distributed",
-        "apex.amp.amp",
-        "apex.amp.__version__",
-        "apex.fp16_utils.fp16util",
-        "apex.fp16_utils.fp16_optimizer",
-        "apex.fp16_utils.loss_scaler",
-        "apex.optimizers.fused_adagrad",
-        "apex.optimizers.fused_adam",
-        "apex.optimizers.fused_lamb",
-        "apex.optimizers.fused_novograd",
-        "apex.optimizers.fused_sgd",
-        "apex.parallel.multiproc",
-        "apex.parallel.optimized_sync_batchnorm",
-        "apex.parallel.sync_batchnorm",
-        "apex.testing.common_utils",
-        "apex.contrib.clip_grad",
-        "apex.contrib.clip_grad.clip_grad",
-        "apex.contrib.optimizers",
-        "apex.contrib.optimizers.fp16_optimizer",
-        "apex.contrib.optimizers.fused_adam",
-        "apex.contrib.optimizers.fused_lamb",
-        "apex.contrib.optimizers.fused_sgd",
-        "apex.contrib.xentropy",
-        "apex.contrib.xentropy.softmax_xentropy",
-        "apex.mlp",
-        "apex.mlp.mlp",
-        "apex._autocast_utils",
-        "apex.amp.compat",
-        "apex.amp.rnn_compat",
-    }
+    {*EXTENSIONS, "apex", *(f"{parent}.{name}" for parent, names in _MODULES_BELOW.items() for name in names.split())}
 )
 """Names under which an unknown attribute is an unknown symbol; anywhere else it belongs to the symbol before it."""
 
+
+def _same(verdict: Symbol, *names: str) -> dict[str, Symbol]:
+    return dict.fromkeys(names, verdict)
+
+
+_SYNC_BATCH_NORM = Symbol(DIFFERS, "torch.nn.SyncBatchNorm underneath")
+_MLP = Symbol(DIFFERS, "plain torch.nn.functional.linear and the activation, not one fused kernel")
+_XENTROPY = Symbol(DIFFERS, "torch.nn.functional.cross_entropy underneath, not a kernel that works in place")
+_AMP_STATE = "loss_scalers opt_properties handle verbosity allow_incoming_model_not_fp32 hard_override"
+
 SYMBOLS: dict[str, Symbol] = {
-    **{module: Symbol(WORKS) for module in MODULES},
-    "apex.__version__": Symbol(WORKS),
-    **_works(
-        "apex.amp",
-        "initialize scale_loss master_params state_dict load_state_dict disable_casts half_function float_function "
-        "promote_function register_half_function register_float_function register_promote_function init "
-        "bfloat16_function register_bfloat16_function "
-        "_DECORATOR_HANDLE model_param step_was_skipped sync_masters __version__",
+    **_same(Symbol(WORKS), *MODULES, "apex.__version__"),
+    # Made when they are asked for, or torch's own, so that the source of the module does not tell of them.
+    **_same(
+        Symbol(WORKS), *(f"apex.amp._amp_state.{name}" for name in _AMP_STATE.split()), "apex.amp._DECORATOR_HANDLE"
     ),
-    **_works("apex.amp.scaler", "LossScaler"),
-    **_works("apex.amp.frontend", "Properties initialize"),
-    **_works("apex.amp.handle", "scale_loss disable_casts AmpHandle NoOpHandle"),
-    **_works("apex.amp.opt", "OptimWrapper"),
-    **_works("apex.amp._initialize", "applier"),
-    **_works(
-        "apex.amp._amp_state",
-        "_amp_state loss_scalers opt_properties handle verbosity allow_incoming_model_not_fp32 hard_override "
-        "maybe_print master_params",
-    ),
+    **_same(Symbol(WORKS), "apex.parallel.ReduceOp", "apex.contrib.clip_grad.clip_grad.clip_grad_norm_"),
     "apex.amp.register_float_function": Symbol(
         DIFFERS, "a registered class keeps its identity: its forward is wrapped, where apex replaced the class"
     ),
     "apex.amp.wrap": Symbol(UNSUPPORTED, "use amp.half_function, amp.float_function and amp.promote_function"),
-    **_works("apex.amp.lists", "functional_overrides torch_overrides tensor_overrides"),
-    **_works("apex.amp.lists.functional_overrides", "MODULE FP16_FUNCS FP32_FUNCS BANNED_FUNCS"),
-    **_works("apex.amp.lists.torch_overrides", "MODULE FP16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS"),
-    **_works("apex.amp.lists.tensor_overrides", "MODULE FP16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS"),
     "apex.amp.utils": Symbol(DIFFERS, "internal helpers of apex; use torch.is_floating_point and Tensor.to"),
     "apex.parallel.DistributedDataParallel": Symbol(
         DIFFERS, "it tolerates unused parameters with and without delay_allreduce; options of streams have no effect"
     ),
-    "apex.parallel.Reducer": Symbol(WORKS),
-    "apex.parallel.SyncBatchNorm": Symbol(DIFFERS, "torch.nn.SyncBatchNorm underneath"),
-    **_works("apex.parallel", "convert_syncbn_model create_syncbn_process_group multiproc ReduceOp"),
-    "apex.parallel.LARC": Symbol(WORKS),
-    "apex.parallel.LARC.LARC": Symbol(WORKS),
-    **_works(
-        "apex.parallel.distributed",
-        "DistributedDataParallel Reducer apply_flat_dist_call flat_dist_call split_half_float_double",
-    ),
-    "apex.parallel.optimized_sync_batchnorm.SyncBatchNorm": Symbol(DIFFERS, "torch.nn.SyncBatchNorm underneath"),
-    **_works(
-        "apex.optimizers",
-        "FusedAdam FusedSGD FusedLAMB FusedMixedPrecisionLamb FusedNovoGrad FusedAdagrad FP16_Optimizer",
-    ),
-    **_works(
-        "apex.normalization",
-        "FusedLayerNorm MixedFusedLayerNorm FusedRMSNorm MixedFusedRMSNorm",
-    ),
-    **_works(
-        "apex.normalization.fused_layer_norm",
-        "FusedLayerNorm MixedFusedLayerNorm FusedRMSNorm MixedFusedRMSNorm fused_layer_norm fused_layer_norm_affine "
-        "FusedLayerNormAffineFunction "
-        "mixed_dtype_fused_layer_norm_affine fused_rms_norm fused_rms_norm_affine mixed_dtype_fused_rms_norm_affine",
-    ),
-    **_works(
-        "apex.fp16_utils",
-        "BN_convert_float network_to_half prep_param_lists model_grads_to_master_grads master_params_to_model_params "
-        "tofp16 to_python_float clip_grad_norm convert_module convert_network FP16Model FP16_Optimizer LossScaler "
-        "DynamicLossScaler",
-    ),
-    **_works("apex.multi_tensor_apply", "multi_tensor_applier MultiTensorApply"),
+    **_same(_SYNC_BATCH_NORM, "apex.parallel.SyncBatchNorm", "apex.parallel.optimized_sync_batchnorm.SyncBatchNorm"),
     "apex.reparameterization": Symbol(UNSUPPORTED, "use torch.nn.utils.parametrizations.weight_norm"),
     "apex.RNN": Symbol(UNSUPPORTED, "use torch.nn.LSTM, torch.nn.GRU or torch.nn.RNN"),
-    "apex.mlp.MLP": Symbol(DIFFERS, "plain torch.nn.functional.linear and the activation, not one fused kernel"),
-    "apex.mlp.mlp.MLP": Symbol(DIFFERS, "plain torch.nn.functional.linear and the activation, not one fused kernel"),
+    **_same(_MLP, "apex.mlp.MLP", "apex.mlp.mlp.MLP"),
     "apex.fused_dense": Symbol(UNSUPPORTED, "use torch.nn.Linear"),
     "apex.transformer": Symbol(UNSUPPORTED, "use Megatron-Core, or torch.distributed.tensor.parallel"),
     "apex.pyprof": Symbol(UNSUPPORTED, "use torch.profiler"),
     "apex.contrib": Symbol(UNSUPPORTED, "use the torch operation of the same purpose"),
-    **_works("apex.contrib.clip_grad.clip_grad", "clip_grad_norm_"),
-    "apex.contrib.xentropy.softmax_xentropy.SoftmaxCrossEntropyLoss": Symbol(
-        DIFFERS, "torch.nn.functional.cross_entropy underneath, not a kernel that works in place"
-    ),
-    "apex.contrib.xentropy.SoftmaxCrossEntropyLoss": Symbol(
-        DIFFERS, "torch.nn.functional.cross_entropy underneath, not a kernel that works in place"
+    **_same(
+        _XENTROPY,
+        "apex.contrib.xentropy.SoftmaxCrossEntropyLoss",
+        "apex.contrib.xentropy.softmax_xentropy.SoftmaxCrossEntropyLoss",
     ),
     "apex.contrib.multihead_attn": Symbol(UNSUPPORTED, "use torch.nn.MultiheadAttention"),
     "apex.contrib.fmha": Symbol(UNSUPPORTED, "use torch.nn.functional.scaled_dot_product_attention"),
     "apex.contrib.group_norm": Symbol(UNSUPPORTED, "use torch.nn.GroupNorm"),
     "apex.contrib.groupbn": Symbol(UNSUPPORTED, "use torch.nn.SyncBatchNorm"),
     "apex.contrib.layer_norm": Symbol(UNSUPPORTED, "use apex.normalization.FusedLayerNorm or torch.nn.LayerNorm"),
-    **_works("apex.contrib.clip_grad", "clip_grad_norm_"),
     "apex.contrib.sparsity": Symbol(UNSUPPORTED, "use torch.ao.pruning"),
     "apex.contrib.focal_loss": Symbol(UNSUPPORTED, "use torchvision.ops.sigmoid_focal_loss"),
 }
+"""What the source of ampcompat does not tell. Every other name that its module of the same name has works."""
 
 
 #: What ``initialize`` leaves on an optimizer, and scripts ask for by name. Files that never name apex do so, too.
@@ -182,8 +103,8 @@ ON_OPTIMIZERS = (
 def verdict(name: str) -> Symbol:
     """The verdict on a dotted name: its own entry, or that of the longest known prefix.
 
-    Below a module, a name without an entry works when ampcompat's module of that name binds it, or exports it if it is
-    one of :data:`EXTENSIONS`; below a class or function it is an attribute of that.
+    Below a module, a name without an entry works when ampcompat's module has it; below a class or function it is an
+    attribute of that.
     """
     known = _known_part(name)
     if not known:
@@ -191,13 +112,28 @@ def verdict(name: str) -> Symbol:
     if known == name or known not in MODULES:
         return SYMBOLS[known]
     attribute = name[len(known) + 1 :].partition(".")[0]
-    if known in EXTENSIONS:
-        is_supplied = attribute in exports(f"ampcompat.{known}")
-    else:
-        is_supplied = binds(f"ampcompat{known.removeprefix('apex')}", attribute)
-    if is_supplied or attribute.startswith("__"):  # every module has `__dict__`, `__file__`
+    if attribute in _supplied(known) or attribute.startswith("__"):  # every module has `__dict__`, `__file__`
         return Symbol(WORKS)
     return Symbol(UNSUPPORTED, f"{known} has no {attribute} that is provided here")
+
+
+def is_symbol(name: str) -> bool:
+    """Whether a dotted name is a module or a symbol of apex, not an attribute of one."""
+    module, _, attribute = name.rpartition(".")
+    return name in SYMBOLS or (module in MODULES and attribute in _supplied(module))
+
+
+def names_in(module: str) -> set[str]:
+    """The names of the symbols right below a module of apex."""
+    listed = (symbol.rpartition(".") for symbol in SYMBOLS)
+    return {name for parent, _, name in listed if parent == module} | _supplied(module)
+
+
+def _supplied(module: str) -> frozenset[str]:
+    """The names that ampcompat's module of the same name has; of :data:`EXTENSIONS` those that it exports."""
+    if module in EXTENSIONS:
+        return exports(f"ampcompat.{module}")
+    return names_of(f"ampcompat{module.removeprefix('apex')}")
 
 
 def canonical(name: str) -> str:

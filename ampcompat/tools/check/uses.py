@@ -5,14 +5,17 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampcompat.tools.check.bindings import apex_name
+from ampcompat._extensions import EXTENSIONS
+from ampcompat.tools.check.bindings import apex_name, dotted
 from ampcompat.tools.check.findings import DIFFERS, NOTE, UNSUPPORTED, WORKS, Finding
 from ampcompat.tools.check.libraries import uses_of_apex
-from ampcompat.tools.check.source import TRIES, Source
+from ampcompat.tools.check.source import TRIES, Source, once
 from ampcompat.tools.check.symbols import ON_OPTIMIZERS, canonical, verdict
 
 PROBES = ("find_spec", "import_module", "__import__", "version", "get_distribution")
 ATTRIBUTES = ("hasattr", "getattr", "setattr", "delattr")
+FAILS = "the import fails here, so that the script does as it does without apex"
+FOUND = "the probe finds ampcompat, each use of it is refused"
 OF_LIBRARY = (
     "the library imports apex itself: start the script with `ampcompat run`, or call ampcompat.install_as_apex() above"
     " the import of that library; imports that are renamed here do not reach it"
@@ -61,9 +64,35 @@ def _used(source: Source, node: ast.AST) -> str | None:
 
 def _symbol(source: Source, node: ast.AST, name: str) -> Finding:
     level, note = verdict(name)
-    if level == UNSUPPORTED and isinstance(node, ast.Import | ast.ImportFrom) and _guarded(source, node):
-        level, note = DIFFERS, f"imported inside try: the probe finds ampcompat, each use of it is refused ({note})"
+    if level == UNSUPPORTED and _is_behind_try(source, node):
+        fails = FAILS if _fails_on_import(name) else FOUND
+        level, note = DIFFERS, f"imported inside try: {fails} ({note})"
     return source.finding(node, "symbol", canonical(name), level, note)
+
+
+def _is_behind_try(source: Source, node: ast.AST) -> bool:
+    """Whether ``node`` is an import in a ``try``, or uses a name that only such an import gives, which fails here."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return _guarded(source, node)
+    return dotted(node).partition(".")[0] in _names_behind_try(source)
+
+
+@once
+def _names_behind_try(source: Source) -> set[str]:
+    """The names of ``from`` imports that fail here, all of them in a ``try``: what its handlers give is used."""
+    guarded: set[str] = set()
+    others: set[str] = set()
+    for node in source.kind(ast.ImportFrom):
+        for alias, name in zip(node.names, _imported(node), strict=False):
+            symbol = apex_name(name)
+            is_given_by_handler = symbol is not None and _fails_on_import(symbol) and _guarded(source, node)
+            (guarded if is_given_by_handler else others).add(alias.asname or alias.name)
+    return guarded - others
+
+
+def _fails_on_import(symbol: str) -> bool:
+    """Whether importing a symbol raises ImportError; packages right below apex can be imported, and are empty."""
+    return verdict(symbol).verdict == UNSUPPORTED and symbol.count(".") > 1
 
 
 def _guarded(source: Source, node: ast.AST) -> bool:
@@ -78,7 +107,7 @@ def _probe(source: Source, call: ast.Call) -> Finding | None:
     first = call.args[0] if call.args else None
     if not isinstance(first, ast.Constant) or not isinstance(first.value, str):
         return None
-    if first.value.partition(".")[0] != "apex":
+    if first.value.partition(".")[0] not in ("apex", *EXTENSIONS):
         return None
     level, note = verdict(first.value)
     note = note or "asked for by name: answered under `ampcompat run` or install_as_apex()"

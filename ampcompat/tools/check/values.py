@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ampcompat.tools.check.bindings import dotted
-from ampcompat.tools.check.source import Source, once
+from ampcompat.tools.check.source import Source, number, once
 
 UNKNOWN = object()
 #: Names of names that are followed until a value is given up.
@@ -44,6 +44,8 @@ def values_of(source: Source, node: ast.expr | None, most_names: int = MOST_NAME
     """What an expression of a file may be."""
     if isinstance(node, ast.Constant):
         return Values.only(node.value)
+    if isinstance(node, ast.UnaryOp | ast.BinOp) and (computed := number(node)) is not None:
+        return Values.only(computed)
     if isinstance(node, ast.IfExp):
         return _either(values_of(source, node.body, most_names), values_of(source, node.orelse, most_names))
     if isinstance(node, ast.Name | ast.Attribute) and most_names:

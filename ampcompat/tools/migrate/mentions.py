@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterable, Iterator
 
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.source import Source
-from ampcompat.tools.migrate.edits import Edits
 
-#: Texts that tell a user to install apex.
-INSTALL_APEX = re.compile(
-    r"install[^.]{0,60}\bapex\b|\bapex\b[^.]{0,60}\b(not|isn't)\b[^.]{0,20}\binstalled", re.IGNORECASE
-)
 PROBES = ("find_spec", "import_module", "__import__")
 #: What asks for an installed distribution.
 INSTALLED = ("version", "get_distribution", "distribution", "find_loader")
@@ -51,10 +45,3 @@ def probes(source: Source, functions: Iterable[str] = PROBES) -> Iterator[ast.Co
         text = call.args[0]
         if isinstance(text, ast.Constant) and isinstance(text.value, str) and text.value.partition(".")[0] == "apex":
             yield text
-
-
-def note_install_advice(edits: Edits, what: str) -> None:
-    """Note texts that tell users to install apex."""
-    for text in edits.source.kind(ast.Constant):
-        if isinstance(text.value, str) and INSTALL_APEX.search(text.value):
-            edits.notes.append(f"line {text.lineno}: {edits.text(text)} tells users to install apex; {what}")

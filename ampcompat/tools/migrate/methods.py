@@ -1,36 +1,104 @@
-"""Losses that come from a method of a model other than forward, which alone ``native_amp`` puts under autocast."""
+"""Calls of a model's methods other than forward, which alone ``native_amp`` puts under autocast."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ampcompat.tools.check.bindings import dotted
+from ampcompat.tools.check.settings import initializations
 from ampcompat.tools.check.source import Source, argument
+from ampcompat.tools.check.values import options
+from ampcompat.tools.migrate.edits import Edits
 
-#: Methods in a loss that compute no output: penalties on weights read parameters.
-HARMLESS = ("forward", "parameters", "named_parameters", "buffers", "modules", "children")
+#: Methods that compute no output: those of ``torch.nn.Module``, and those that are named for parameters or states.
+HARMLESS = re.compile(
+    r"forward|add_module|apply|bfloat16|buffers|children|cpu|cuda|double|eval|float|get_buffer|get_submodule|half|modules|"
+    r"named_\w+|(register|remove)_\w+|requires_grad_|share_memory|to|train|type|zero_grad|(load|save)(_\w+)?|\w*(param|state)\w*"
+)
+HALF = ("torch.half", "torch.float16", "torch.HalfTensor", "torch.cuda.HalfTensor")
 
 
-def note_losses_of_methods(source: Source) -> Iterator[str]:
-    """Note each ``loss = model.loss(x)``: ``initialize`` is given the model, and ``scale_loss`` the loss."""
+def look_at_methods(edits: Edits) -> None:
+    """Note each ``loss = model.loss(x)``, and at O2 and O3 each ``y = model.infer(x)``; mark ``model.infer(x.half())``.
+
+    ``initialize`` is given the model, ``scale_loss`` the loss. The script had ``infer`` run in half precision.
+    """
+    source = edits.source
     models = set(_models(source))
-    losses = {name for expression in _scaled(source) for name in _names(expression)}
-    expressions = [
-        node.value
-        for node in source.kind(ast.Assign)
-        if any(name in losses for target in node.targets for name in _names(target))
-    ]
-    calls = {call for expression in (*expressions, *_scaled(source)) for call in _calls(expression)}
-    running = _methods_that_run_forward(source)
-    for call in sorted(calls, key=lambda call: call.lineno):
+    harmless = _methods_that_run_forward(source)
+    in_losses = set(_calls_in_losses(source))
+    halves = _half_names(source)
+    had_half_weights = _may_have_half_weights(source)
+    for call in sorted(source.calls, key=lambda call: call.lineno):
         model, _, method = dotted(call.func).rpartition(".")
-        if model.removesuffix(".module") not in models or method in HARMLESS or method in running:
+        if model.removesuffix(".module") not in models or method in harmless or HARMLESS.fullmatch(method):
             continue
-        yield (
-            f"line {call.lineno}: {model}.{method}(...) runs in float32 unless it calls the model itself, since only "
-            "the forward of a model is under autocast; call it under torch.autocast and use .float() of what it returns"
-        )
+        given = [*call.args, *(keyword.value for keyword in call.keywords)]
+        if any(_is_half(source, value, halves) for value in given):
+            edits.mark(
+                call,
+                f"{model}.{method}(...) is given half precision, and weights are float32: call it under "
+                "torch.autocast, or without the cast",
+            )
+        elif call in in_losses or (had_half_weights and given and _is_read(source, call)):
+            edits.notes.append(
+                f"line {call.lineno}: {model}.{method}(...) runs in float32 unless it calls the model itself, since "
+                "only the forward of a model is under autocast; call it under torch.autocast and use .float() of what "
+                "it returns"
+            )
+
+
+def _calls_in_losses(source: Source) -> Iterator[ast.Call]:
+    """The calls in what ``scale_loss`` is given, and in what is assigned to names in that."""
+    losses = {name for expression in _scaled(source) for name in _names(expression)}
+    for node in source.kind(ast.Assign):
+        if any(name in losses for target in node.targets for name in _names(target)):
+            yield from _calls(node.value)
+    for expression in _scaled(source):
+        yield from _calls(expression)
+
+
+def _may_have_half_weights(source: Source) -> bool:
+    """Whether a call of ``initialize`` casts weights, at the level that is usual or at one that is possible."""
+    for call in initializations(source).values():
+        found = call.looked_up(options(source))
+        levels = [found.usual_level] if found.usual_level is not None else found.levels()
+        if any(found.at(level).weights == "float16" for level in levels):
+            return True
+    return False
+
+
+def _half_names(source: Source) -> set[tuple[ast.AST, str]]:
+    """Names of half tensors, each with its scope: ``mel = mel.half() if is_fp16 else mel``."""
+    return {
+        (source.scope(target), target.id)
+        for node in source.kind(ast.Assign)
+        if any(_casts_to_half(call) for call in _calls(node.value))
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+
+def _is_half(source: Source, value: ast.expr, halves: set[tuple[ast.AST, str]]) -> bool:
+    """Whether an argument is cast to half in its place, or is a name of a half tensor."""
+    return (source.scope(value), dotted(value)) in halves or any(_casts_to_half(call) for call in _calls(value))
+
+
+def _casts_to_half(call: ast.Call) -> bool:
+    """Whether a call is ``x.half()``, ``x.to(torch.half)`` or ``x.type(torch.HalfTensor)``."""
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    if call.func.attr == "half":
+        return True
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    return call.func.attr in ("to", "type") and any(dotted(value) in HALF for value in given)
+
+
+def _is_read(source: Source, call: ast.Call) -> bool:
+    """Whether something is done with what a call returns."""
+    return not isinstance(source.parents.get(call), ast.Expr)
 
 
 def _methods_that_run_forward(source: Source) -> set[str]:

@@ -16,11 +16,12 @@ from typing import NamedTuple
 
 from ampcompat.tools.check.bindings import dotted
 from ampcompat.tools.check.findings import UNSUPPORTED
+from ampcompat.tools.check.libraries import uses_of_apex
 from ampcompat.tools.check.source import Source
 from ampcompat.tools.check.symbols import MODULES, ON_OPTIMIZERS, canonical, verdict
 from ampcompat.tools.migrate.edits import Edits
-from ampcompat.tools.migrate.mentions import INSTALLED, is_apex, listed, mentions, note_install_advice, probes
-from ampcompat.tools.migrate.methods import note_losses_of_methods
+from ampcompat.tools.migrate.mentions import INSTALLED, is_apex, listed, mentions, probes
+from ampcompat.tools.migrate.methods import look_at_methods
 from ampcompat.tools.migrate.parts import NAME
 from ampcompat.tools.migrate.provided import attributes, has, takes
 from ampcompat.tools.migrate.replaced import (
@@ -49,6 +50,12 @@ INSTEAD = {
     "_prepare_amp_backward": f"{NAME} does not call it; do that before the scale_loss block",
     "_post_amp_backward": f"{NAME} does not call it; do that after the scale_loss block",
 }
+#: What to do in the place of a class that calls apex, and of an argument by which a library is told to.
+IN_PLACE_OF_CLASS = (
+    "the library calls apex itself; in its place, write with amp.scale_loss(loss, optimizer) as scaled_loss: "
+    "scaled_loss.backward()"
+)
+IN_PLACE_OF_ARGUMENT = "the library calls apex itself; have it use torch's autocast, which it may call native"
 
 
 def rewrite_native(source: Source, package: str = "") -> Result:
@@ -105,8 +112,8 @@ class _Rewriting:
             self._import(plain)
         for statement in self.source.kind(ast.ImportFrom):
             self._import_from(statement)
-        note_install_advice(self.edits, "nothing needs that any more")
-        self.edits.notes += note_losses_of_methods(self.source)
+        look_at_methods(self.edits)
+        self._libraries()
         code = self.edits.apply()
         if self.needs_torch and not _binds_torch(self.source):
             code = _with_torch(code)
@@ -257,6 +264,13 @@ class _Rewriting:
             self.edits.replace(text, f"{quote}{self._module()}{quote}")
         else:
             self.edits.mark(text, f"{text.value!s} is looked for by its name; write import {NAME} for apex.amp")
+
+    def _libraries(self) -> None:
+        """Mark where a library is told to use apex, which it imports itself."""
+        for node, name in uses_of_apex(self.source):
+            if not isinstance(node, ast.alias):  # the import of a name does no harm
+                instead = IN_PLACE_OF_ARGUMENT if isinstance(node, ast.Constant) else IN_PLACE_OF_CLASS
+                self.edits.mark(node, f"{name}: {instead}")
 
     # -- imports -------------------------------------------------------------------------------------------------------
     def _module(self) -> str:

@@ -293,7 +293,7 @@ class _Block:
     scaler: LossScaler
     set_aside: list[tuple[Any, torch.Tensor, torch.Tensor]]  # see _set_aside
     # <delayed_blocks>
-    earlier_scalers: list[LossScaler] = dataclasses.field(default_factory=list)  # of delayed blocks that it ends
+    earlier_scalers: list[LossScaler] = dataclasses.field(default_factory=list)  # of delayed blocks before it
     # </delayed_blocks>
 
 
@@ -314,9 +314,9 @@ def scale_loss(
     used; ``model`` is not.
     # <delayed_blocks>
 
-    With ``delay_unscale=True``, leave gradients scaled for the next block: for all but the last of several backward
-    passes before a step. Under ``DistributedDataParallel.no_sync()`` it is needed, elsewhere it saves time.
-    ``delay_overflow_check`` has no effect.
+    With ``delay_unscale=True``, the next block, step or ``master_params`` looks for an overflow, and moves the scale:
+    for all but the last of several backward passes before a step. Under ``DistributedDataParallel.no_sync()`` it is
+    needed, elsewhere it saves time. ``delay_overflow_check`` has no effect.
     # </delayed_blocks>
     """
     optimizer_list = _as_list(optimizers)
@@ -377,21 +377,11 @@ def _loss_scalers_of(optimizers: list[Any]) -> list[LossScaler]:
 def _begin(optimizers: list[Any], scaler: LossScaler) -> _Block:
     """Open a block, and multiply the gradients that are there by its scale: its end divides these, too."""
     block = _Block(_params_of(optimizers), scaler.loss_scale(), scaler, [])
-    unscaled = dict(block.params)
-    _refuse_scaled(unscaled)
-    # <delayed_blocks>
-    for delayed in _delayed_blocks_of(block.params):
-        if delayed.params.keys() <= block.params.keys():
-            _take_over(delayed, block)
-            for param in delayed.params:
-                del unscaled[param]
-        else:
-            _end_delayed(delayed.params)
-    # </delayed_blocks>
+    _refuse_scaled(block.params)
     for optimizer in optimizers:
         if _has_overflow_left(optimizer):
-            block.set_aside += _set_aside(param for param in _params_of([optimizer]) if param in unscaled)
-    _multiply(_gradients_of(unscaled), block.scale)
+            block.set_aside += _set_aside(_params_of([optimizer]))
+    _multiply(_gradients_of(block.params), block.scale)
     for param in block.params:
         param._amp_block = block
     return block
@@ -399,14 +389,24 @@ def _begin(optimizers: list[Any], scaler: LossScaler) -> _Block:
 
 def _end(block: _Block) -> None:
     """Unscale the gradients of a block, move the scale, and note an overflow with the optimizers that use these."""
-    gradients = _gradients_of(block.params)
-    has_overflow = block.scaler.dynamic and not _are_finite(gradients)
-    _multiply(gradients, 1 / block.scale)
+    has_overflow = block.scaler.dynamic and not _are_finite(_gradients_of(block.params))
+    _unscale(block)
+    _take_delayed(block)  # <delayed_blocks>
+    _count(block, has_overflow)
+
+
+def _unscale(block: _Block) -> None:
+    """Divide the gradients of a block by its scale."""
+    _multiply(_gradients_of(block.params), 1 / block.scale)
     for param, gradient, value in block.set_aside:
         if param.grad is gradient:  # it was not cleared in the block
             gradient += value
     for param in block.params:
         del param._amp_block
+
+
+def _count(block: _Block, has_overflow: bool) -> None:
+    """Move the scale after a block, and note an overflow with the optimizers that use its gradients."""
     if block.params:
         block.scaler.update(has_overflow)
     # <delayed_blocks>
@@ -433,33 +433,40 @@ def _refuse_scaled(params: Iterable[Any]) -> None:
 
 # <delayed_blocks>
 def _delay(block: _Block) -> None:
-    """Leave the gradients of a block scaled. It is ``param._amp_delayed`` of its parameters until it is ended."""
+    """Unscale the gradients of a block, and leave its overflow to the next block or step.
+
+    In ``no_sync`` of ``DistributedDataParallel``, only then all processes have it: their scales must stay equal. Until
+    then it is ``param._amp_delayed``. An overflow counts for the scales of all blocks that were delayed before it.
+    """
+    _unscale(block)
+    if not block.scaler.dynamic:
+        return
+    _take_delayed(block)
     for param in block.params:
-        del param._amp_block
         param._amp_delayed = block
 
 
 def _delayed_blocks_of(params: Iterable[Any]) -> list[_Block]:
-    return list(dict.fromkeys(param._amp_delayed for param in params if hasattr(param, "_amp_delayed")))
+    """Return the delayed blocks of any of the parameters, which are delayed no longer."""
+    blocks = list(dict.fromkeys(param._amp_delayed for param in params if hasattr(param, "_amp_delayed")))
+    for block in blocks:
+        for param in block.params:
+            del param._amp_delayed
+    return blocks
+
+
+def _take_delayed(block: _Block) -> None:
+    """Have a block count for the delayed ones before it, too."""
+    for delayed in _delayed_blocks_of(block.params):
+        block.params |= delayed.params
+        scalers = [delayed.scaler, *delayed.earlier_scalers]
+        block.earlier_scalers += [scaler for scaler in scalers if scaler is not block.scaler]
 
 
 def _end_delayed(params: Iterable[Any]) -> None:
-    """Unscale what delayed blocks have left."""
+    """Look for an overflow in the gradients of delayed blocks, and move the scale."""
     for block in _delayed_blocks_of(params):
-        for param in block.params:
-            del param._amp_delayed
-            param._amp_block = block
-        _end(block)
-
-
-def _take_over(delayed: _Block, block: _Block) -> None:
-    """Have a block end a delayed one together with itself."""
-    for param in delayed.params:
-        del param._amp_delayed
-    _multiply(_gradients_of(delayed.params), block.scale / delayed.scale)
-    block.set_aside += delayed.set_aside
-    scalers = [delayed.scaler, *delayed.earlier_scalers]
-    block.earlier_scalers += [scaler for scaler in scalers if scaler is not block.scaler]
+        _count(block, not _are_finite(_gradients_of(block.params)))
 
 
 # </delayed_blocks>

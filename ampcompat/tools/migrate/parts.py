@@ -1,18 +1,20 @@
 """The parts of ``native_amp.py`` that a script may do without, and what in a script needs them.
 
 In the file, a part stands between ``# <name>`` and ``# </name>``, often in several places; a single line of a part ends
-with ``# <name>``. What two parts share has both names. A copy has the parts that the code around it needs. The search
-is in texts, not in parsed code: a word in a string or a comment keeps a part in vain, which does no harm.
+with ``# <name>``. What two parts share has both names. A copy has the parts that the code around it needs: patterns
+are searched in the code without its comments and docstrings.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
 from ampcompat import __version__
+from ampcompat.tools.check.source import parse
 
 NAME = "native_amp"
 WHOLE = Path(__file__).with_name(f"{NAME}.py")
@@ -27,7 +29,8 @@ NEEDS = {
         "closures": r"closure|LBFGS|(?<!scheduler)(?<!sched)\.step\(([^)\n]|$)",
         "data_parallel": r"\bDataParallel\b|\bdata_parallel\b|\breplicate\b",
         # By its name, or in arguments that the source does not spell out.
-        "delayed_blocks": r"delay_unscale|no_sync|scale_loss\(($|(.{0,200}[(,])?\s{0,9}\*|([^,\n]{0,99},){4})",
+        "delayed_blocks": r"delay_unscale|no_sync|"
+        r"scale_loss\(([^)\n]{0,99}$|(.{0,200}[(,])?\s{0,9}\*|([^,\n]{0,99},){4})",
         # Functions of autograd, whose backward may meet two dtypes.
         "explanations": r"\bFunction\b",
         # Who reads more of a forward than its signature.
@@ -35,7 +38,7 @@ NEEDS = {
         "functions": r"half_function|float_function|disable_casts",
         "fused_checkpoints": r"FusedAdam|FusedAdagrad|fused_ada",
         "retained_gradients": r"retain_grad",
-        "star_imports": r"import \*",
+        "star_imports": rf"(\bapex\.amp|\b{NAME}) import \*",
         # Losses that may come from another method of a model, or from a part of it.
         "unused_forwards": r"^[ \t]{1,40}(async )?def (?!forward\b|_)\w{1,60}\(\s{0,9}self|"
         r"(?<!\bF)(?<!\bnn)(?<!\bself)(?<!functional)\.(?!scale_loss|loss_scale)"
@@ -55,8 +58,33 @@ def needed_by(texts: Iterable[str | None]) -> frozenset[str]:
     for text in texts:
         if text is None:
             return PARTS
-        found |= {name for name in PARTS - found if NEEDS[name].search(text)}
+        named = _needed_by(text) - found
+        if named:  # else the text need not be parsed
+            found |= named & _needed_by(_searchable(text))
     return frozenset(found)
+
+
+def _needed_by(text: str) -> frozenset[str]:
+    return frozenset(name for name, pattern in NEEDS.items() if pattern.search(text))
+
+
+def _searchable(text: str) -> str:
+    """The code without comments and docstrings, each statement on one line; as it is where it cannot be parsed.
+
+    Methods of classes without a base, which are no models, have a private name.
+    """
+    try:
+        tree = parse(text)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                node.value = ast.Constant(None)
+            elif isinstance(node, ast.ClassDef) and all(ast.unparse(base) == "object" for base in node.bases):
+                for method in node.body:
+                    if isinstance(method, ast.FunctionDef):
+                        method.name = f"_{method.name}"
+        return ast.unparse(tree)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return text
 
 
 def written(parts: Iterable[str]) -> str:
@@ -81,8 +109,11 @@ def written(parts: Iterable[str]) -> str:
 
 def parts_of(copy: str) -> frozenset[str] | None:
     """The parts of a copy; None for one that was changed, or that another version wrote."""
+    parts = parts_named_in(copy)
+    return parts if parts is not None and written(parts) == copy else None
+
+
+def parts_named_in(copy: str) -> frozenset[str] | None:
+    """The parts that a copy says it has, changed or not; None where it does not say."""
     origin = WRITTEN.search(copy)
-    if origin is None:
-        return None
-    parts = PARTS & set(re.split(r",\s", origin[1]))
-    return parts if written(parts) == copy else None
+    return None if origin is None else PARTS & set(re.split(r",\s", origin[1]))

@@ -10,11 +10,15 @@ from collections.abc import Iterable
 
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.findings import UNSUPPORTED
+from ampcompat.tools.check.libraries import uses_of_apex
 from ampcompat.tools.check.source import Source
 from ampcompat.tools.check.symbols import canonical, verdict
 from ampcompat.tools.migrate.edits import Edits
-from ampcompat.tools.migrate.mentions import is_apex, listed, mentions, note_install_advice, probes
+from ampcompat.tools.migrate.mentions import is_apex, listed, mentions, probes
 from ampcompat.tools.migrate.result import Result
+
+#: What to do where a library imports apex itself.
+OF_LIBRARY = "the library imports apex itself; call ampcompat.install_as_apex() above the import of that library"
 
 
 def rewrite_imports(source: Source) -> Result:
@@ -32,7 +36,9 @@ def rewrite_imports(source: Source) -> Result:
     for node, symbol in mentions(source):
         if verdict(symbol).verdict == UNSUPPORTED:
             edits.mark(node, f"{canonical(symbol)} is not provided: {verdict(symbol).note}")
-    note_install_advice(edits, "this needs ampcompat now")
+    for use, name in uses_of_apex(source):
+        if not isinstance(use, ast.alias):  # the import of a name says nothing that its use does not
+            edits.notes.append(f"line {getattr(use, 'lineno', 0)}: {name}: {OF_LIBRARY}")
     result = Result.of(edits.apply())
     result.notes = edits.notes
     return result

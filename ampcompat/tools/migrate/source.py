@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import re
 
 from ampcompat._extensions import EXTENSIONS
-from ampcompat.tools.check.libraries import CLASSES, uses_of_apex
+from ampcompat.tools.check.libraries import CLASSES
 from ampcompat.tools.check.source import Source
 from ampcompat.tools.check.symbols import ON_OPTIMIZERS
 from ampcompat.tools.migrate.native import rewrite_native
@@ -17,11 +16,6 @@ TARGETS = ("ampcompat", "native")
 MENTION = re.compile(rf"\b({'|'.join(('apex', *EXTENSIONS, *CLASSES))})\b")
 #: Names of methods and attributes that apex gives optimizers; files that never name apex use them, too.
 LEFT_BEHIND = re.compile(rf"\b({'|'.join(ON_OPTIMIZERS)})\b")
-#: What to do where a library imports apex itself.
-OF_LIBRARY = {
-    "ampcompat": "the library imports apex itself; call ampcompat.install_as_apex() above the import of that library",
-    "native": "the library imports apex itself; use amp.scale_loss of native_amp in its place",
-}
 
 
 def migrate_source(code: str, to: str = "ampcompat", package: str = "") -> Result:
@@ -42,8 +36,4 @@ def migrate_source(code: str, to: str = "ampcompat", package: str = "") -> Resul
     if not MENTION.search(code) and not is_left_behind:
         return Result(code)
     source = Source("", code)
-    result = rewrite_imports(source) if to == "ampcompat" else rewrite_native(source, package)
-    for node, name in uses_of_apex(source):
-        if not isinstance(node, ast.alias):  # the import of a name says nothing that its use does not
-            result.notes.append(f"line {getattr(node, 'lineno', 0)}: {name}: {OF_LIBRARY[to]}")
-    return result
+    return rewrite_imports(source) if to == "ampcompat" else rewrite_native(source, package)

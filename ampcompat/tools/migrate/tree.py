@@ -13,7 +13,7 @@ from ampcompat.tools.check.manifests import is_manifest, is_requirement, places
 from ampcompat.tools.check.split_lines import indent_of, lines_of
 from ampcompat.tools.migrate.change import Change
 from ampcompat.tools.migrate.home import homes, imported
-from ampcompat.tools.migrate.parts import NAME, PARTS, needed_by, parts_of, written
+from ampcompat.tools.migrate.parts import NAME, PARTS, needed_by, parts_named_in, parts_of, written
 from ampcompat.tools.migrate.result import MARK, Result
 from ampcompat.tools.migrate.source import MENTION, migrate_source
 
@@ -112,7 +112,16 @@ def _copy_in(folder: Path, wanting: Change, parts: frozenset[str], is_wanted: bo
             f"{path} is there and differs from what this version of ampcompat writes; move it, or rename it and what "
             "imports it, and migrate again"
         )
-    return [Change(path, name)]
+    named = parts_named_in(old.code)
+    lacking = sorted(parts - named) if named is not None else []
+    return [Change(path, name, problem=LACKING.format(", ".join(lacking)) if lacking else "")]
+
+
+#: What is said of a copy that is not replaced, and has too few parts.
+LACKING = (
+    "was changed, or another version wrote it, and lacks what the code now needs: {}; move it and migrate again, or "
+    "add what stands between these marks in the native_amp.py of ampcompat, and their names to its docstring"
+)
 
 
 def migrate_file(file: Path, name: str, to: str, package: str = "") -> Change:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ampcompat.tools.parity.runs import Run
 from ampcompat.tools.recording.steps import Step
+
+#: Two float32 runs of the same sums, whose order a GPU may change, differ by less than this before any step was made.
+REPEATED = 1e-5
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ class Result:
         passed: Whether it is within the tolerance.
         verdict: The same in words, with the reason.
         judged: Whether it counts; a run that does not is shown.
+        not_repeatable: How two runs of the reference differ, where that makes a judgement impossible.
     """
 
     run: Run
@@ -96,11 +100,14 @@ class Result:
     passed: bool
     verdict: str
     judged: bool = True
+    not_repeatable: str = ""
 
     @property
     def is_off(self) -> bool:
-        """Whether a finite loss is out of tolerance."""
-        return not self.passed and self.deviation is not None and self.deviation.first_beyond is not None
+        """Whether its losses are finite, and one is out of tolerance."""
+        if self.passed or self.deviation is None or self.run.first_not_finite:
+            return False
+        return self.deviation.first_beyond is not None
 
     @property
     def failed(self) -> bool:
@@ -121,6 +128,27 @@ class Result:
 def passed(results: Sequence[Result]) -> bool:
     """Whether every level that is judged is within the tolerance."""
     return not any(result.failed for result in results)
+
+
+def must_repeat(results: Sequence[Result]) -> bool:
+    """Whether a level fails for losses that are off, which says nothing if the reference itself is not repeatable."""
+    return any(result.failed and result.is_off for result in results)
+
+
+def judge_again(results: Sequence[Result], repeated: Run) -> list[Result]:
+    """The results once the reference has run again: losses are not judged if it differs before any step was made."""
+    first, again = results[0].run.losses[0], next(iter(repeated.losses), None)
+    if first is None or again is None or (relative_deviation(again, first) or 0.0) <= REPEATED:
+        return list(results)
+    level = results[0].run.level.opt_level
+    told = (
+        f"Two runs of {level} differ before any step was made: the loss was {first:g}, and then {again:g}. What takes "
+        "its seed from the clock or the system must be seeded with constants."
+    )
+    return [
+        replace(result, verdict="not repeatable", not_repeatable=told) if result.is_off else result
+        for result in results
+    ]
 
 
 def judge(runs: Sequence[Run], tolerance: Tolerance, shown: Sequence[str] = ()) -> list[Result]:

@@ -89,6 +89,12 @@ _NO_LOSS = "no loss was seen: optimizer.step() was called, amp.scale_loss never 
 _CHILDREN = (
     "; it started other processes, and only the one that is started here is recorded - have it train in one process"
 )
+#: How an error names a variable that torchrun sets.
+_LACKS_VARIABLE = re.compile(r"\b(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)\b")
+_OF_TORCHRUN = (
+    " - set those of torchrun, for one process: RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1"
+    " MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 ampcompat parity ..."
+)
 
 
 def _describe(run: Run, options: Options, code: int | None, end: End) -> None:
@@ -114,7 +120,8 @@ def _describe(run: Run, options: Options, code: int | None, end: End) -> None:
         run.message = f"no step for {options.timeout:g} s, ended {after}{hint}"
     elif code or end.get("error"):
         run.ending = "crashed"
-        run.message = f"crashed {after}: {end.get('error') or _exit(code)}"
+        error = end.get("error") or _exit(code)
+        run.message = f"crashed {after}: {error}{_OF_TORCHRUN if _LACKS_VARIABLE.search(error) else ''}"
     else:
         run.ending = "ended"
         run.message = f"the script ended by itself {after}" if made else _why_no_step(end)

@@ -33,6 +33,9 @@ def table(
     apart = f"|loss - {reference}'s|"
     lines += ["", f"dev: {apart} / |{reference}'s|; beyond: {apart} > {allowed}"]
     lines += [note for result in results[1:] if (note := skip_note(result, reference))]
+    not_repeatable = [result.not_repeatable for result in results if result.not_repeatable]
+    if not_repeatable:
+        return "\n".join([*lines, "", not_repeatable[0]])
     off = around(results)
     return "\n".join([*lines, *(["", *off] if off else [])])
 
@@ -67,7 +70,7 @@ def _row(result: Result) -> tuple[str, ...]:
 def _verdict(result: Result) -> str:
     if not result.judged:
         return f"not judged: {result.verdict}"
-    return result.verdict if result.passed else f"FAIL: {result.verdict}"
+    return result.verdict if result.passed or result.not_repeatable else f"FAIL: {result.verdict}"
 
 
 def number(value: float | None, form: str) -> str:

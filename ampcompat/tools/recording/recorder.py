@@ -18,7 +18,7 @@ from ampcompat.tools.recording.steps import Scale, Step
 class _Blocks:
     """The ``scale_loss`` blocks of an optimizer since its last step."""
 
-    #: What each scaler was when its last block ended; None where gradients were left scaled until the step.
+    #: What each scaler was when its last block ended; None where the step is to move its scale.
     numbers: dict[LossScaler, Numbers | None] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     scale: float | None = None
@@ -79,10 +79,11 @@ class Recorder:
             blocks.scale = scale if blocks.scale is None else min(scale, blocks.scale)
 
     def on_gradients(self, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
-        """Copy the numbers of the scaler."""
+        """Copy the numbers of the scaler, unless the step is to move the scale."""
         if _torch.is_capturing():  # a replay runs no Python
             return
-        numbers = numbers_of(scaler)
+        moves_later = scaler.uncounted is not None
+        numbers = None if moves_later else numbers_of(scaler)
         for optimizer in optimizers:
             self._blocks_of(optimizer).numbers[scaler] = numbers
 

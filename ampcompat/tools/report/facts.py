@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ampcompat.tools.dtypes import is_half
@@ -9,6 +10,8 @@ from ampcompat.tools.recording.steps import Step
 
 #: Below this share of the FLOPs in half, the headline says float32.
 MOSTLY = 0.5
+#: Places of float32 products that are named in the sentences; the JSON has all.
+PLACES = 5
 
 
 @dataclass
@@ -18,6 +21,16 @@ class OpCount:
     op: str
     direction: str
     dtype: str
+    count: int
+    flops: int
+
+
+@dataclass
+class Float32Product:
+    """A matrix product, convolution or attention in float32: the op, the line of the script, how often it ran there."""
+
+    op: str
+    place: str
     count: int
     flops: int
 
@@ -37,6 +50,7 @@ class Facts:
         steps, skipped: All optimizer steps, and those skipped for an overflow.
         blocks: ``scale_loss`` blocks.
         ops: What ran in the traced steps, what takes most FLOPs first, then what ran most often.
+        float32_products: Where products of the forward ran in float32, what takes most FLOPs first.
         history: Steps with their loss scales; of a long run every second one, and so on, and each that was skipped.
         slow: Sentences on devices without fast half arithmetic.
         half_flops_share: Share of the FLOPs in half; None where there are none.
@@ -58,6 +72,7 @@ class Facts:
     skipped: int = 0
     blocks: int = 0
     ops: list[OpCount] = field(default_factory=list)
+    float32_products: list[Float32Product] = field(default_factory=list)
     history: list[Step] = field(default_factory=list)
     slow: list[str] = field(default_factory=list)
     half_flops_share: float | None = None
@@ -76,13 +91,13 @@ def sentences(facts: Facts) -> list[str]:
     if facts.error is not None:
         found.append(f"The script ended after {facts.steps} optimizer steps: {facts.error}")
     found.append(_headline(facts))
+    if facts.half and facts.float32_products:
+        found.append(_where_float32(facts.float32_products))
     found += facts.slow
     if facts.steps:
-        last = {one.loss_id: one.scale for step in facts.history for one in step.scales}
-        scales = ", ".join(f"{last[loss_id]:g}" for loss_id in sorted(last))
         were = "was" if facts.skipped == 1 else "were"
-        ended = f"; the loss scale ended at {scales}" if scales else ""
-        found.append(f"{facts.skipped} of {facts.steps} optimizer steps {were} skipped for overflow{ended}.")
+        scale = _loss_scale(facts.history)
+        found.append(f"{facts.skipped} of {facts.steps} optimizer steps {were} skipped for overflow{scale}.")
         if facts.skipped > _healthy_skips(facts.steps):
             found.append("Finding the loss scale costs fewer: `ampcompat run --explain` looks for the cause.")
     if facts.steps and not facts.blocks and facts.half == "float16":
@@ -90,6 +105,37 @@ def sentences(facts: Facts) -> list[str]:
     if facts.world > 1:
         found.append(f"This report is of rank {facts.rank}, one of {facts.world}.")
     return found
+
+
+def _where_float32(products: Sequence[Float32Product]) -> str:
+    """The lines whose products ran in float32."""
+    named = [f"{one.op} at {one.place}" for one in products[:PLACES]]
+    more = len(products) - PLACES
+    if more > 0:
+        named.append(f"and at {more} more place{'s' if more > 1 else ''}")
+    return f"Products in float32: {'; '.join(named)}."
+
+
+def _loss_scale(history: Sequence[Step]) -> str:
+    """What the loss scales were, or ended at; "" without a block."""
+    last = {one.loss_id: one.scale for step in history for one in step.scales}
+    if not last:
+        return ""
+    scales = ", ".join(scale_text(last[loss_id]) for loss_id in sorted(last))
+    if is_constant(history):
+        return f"; the loss scale was {scales} throughout"
+    return f"; the loss scale ended at {scales}"
+
+
+def is_constant(history: Sequence[Step]) -> bool:
+    """Whether no loss scale has moved."""
+    seen = {(one.loss_id, one.scale) for step in history for one in step.scales}
+    return len(seen) == len({loss_id for loss_id, _ in seen})
+
+
+def scale_text(scale: float) -> str:
+    """A loss scale with all of its digits, as in "16777216", unless it is a fraction."""
+    return f"{scale:.0f}" if scale == round(scale) else f"{scale:g}"
 
 
 def _healthy_skips(steps: int) -> float:

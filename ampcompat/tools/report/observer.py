@@ -19,10 +19,11 @@ from ampcompat.tools.data import to_json
 from ampcompat.tools.devices import slow_halves
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.frames import hide_tools
+from ampcompat.tools.paths import why_not_writable
 from ampcompat.tools.recording.journal import error_line
 from ampcompat.tools.recording.recorder import Recorder
 from ampcompat.tools.recording.steps import Step
-from ampcompat.tools.report.facts import Facts, OpCount, half_share, sentences
+from ampcompat.tools.report.facts import Facts, Float32Product, OpCount, half_share, sentences
 from ampcompat.tools.report.ops import OpTrace
 from ampcompat.tools.report.show import as_page, as_text
 
@@ -147,6 +148,8 @@ class PrecisionReport:
         trace = self._trace
         ops = [OpCount(*op, count, trace.flops[op]) for op, count in trace.counts.most_common()]
         ops.sort(key=lambda one: -one.flops)
+        float32 = [Float32Product(*where, *numbers) for where, numbers in trace.float32.items()]
+        float32.sort(key=lambda one: -one.flops)
         facts = Facts(
             script=self._argv[0] if self._argv else "",
             arguments=self._argv[1:],
@@ -163,6 +166,7 @@ class PrecisionReport:
             skipped=self._skipped,
             blocks=self._recorder.blocks,
             ops=ops,
+            float32_products=float32,
             history=self._history,
             slow=[] if half is None else _slow_sentences(trace.devices, half),
             half_flops_share=half_share(ops),
@@ -177,22 +181,15 @@ class PrecisionReport:
         return as_page(self._facts(), whole=False)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write ``path`` in one piece: a page for ``.html``, data for ``.json``, the table for anything else."""
-        facts = self._facts()
-        target = Path(path)
-        if target.suffix == ".json":
-            content = to_json(asdict(facts), indent=1) + "\n"
-        elif target.suffix in (".html", ".htm"):
-            content = as_page(facts)
-        else:
-            content = as_text(facts) + "\n"
-        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-        try:
-            partial.write_text(content, encoding="utf-8")
-            partial.replace(target)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+        """Write ``path`` in one piece: a page for ``.html``, data for ``.json``, the table for anything else.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        problem = why_not_writable(os.fspath(path))
+        if problem:
+            raise OSError(f"report.write({os.fspath(path)!r}) - {problem} - name a file that can be written.")
+        _write(self._facts(), Path(path))
 
     def save(self, file: str, is_child: bool = False) -> str:
         """Write ``file``, named by the rank where there are several processes.
@@ -208,15 +205,36 @@ class PrecisionReport:
             path = named_by(file, f"rank{facts.rank}")
         else:
             path = named_by(file, f"process{os.getpid()}") if is_child else file
-        try:
-            self.write(path)
-        except OSError as problem:
-            return f"{as_text(facts)}\n\nThe precision report could not be written to {path}: {problem.strerror}"
+        problem = why_not_writable(path)
+        if not problem:
+            try:
+                _write(facts, Path(path))
+            except OSError as error:
+                problem = str(error.strerror)
+        if problem:
+            return f"{as_text(facts)}\n\nThe precision report could not be written to {path}: {problem}"
         shown = os.path.relpath(path)
         if shown.startswith(".."):
             shown = path
         several = "; each rank writes its own" if facts.world > 1 else ""
         return "" if facts.rank else f"wrote the precision report to {shown}{several}"
+
+
+def _write(facts: Facts, target: Path) -> None:
+    """Write a file in one piece, in the form that its name asks for."""
+    if target.suffix == ".json":
+        content = to_json(asdict(facts), indent=1) + "\n"
+    elif target.suffix in (".html", ".htm"):
+        content = as_page(facts)
+    else:
+        content = as_text(facts) + "\n"
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(content, encoding="utf-8")
+        partial.replace(target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _slow_sentences(devices: set[str], half: torch.dtype) -> list[str]:

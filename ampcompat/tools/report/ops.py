@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampcompat import _torch
 from ampcompat.tools.core import Args, Kwargs, tensors_in
 from ampcompat.tools.dtypes import dtype_name
+from ampcompat.tools.frames import script_line
 from ampcompat.tools.tensors import readable
 
 
@@ -37,6 +39,7 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         counts: How often each op ran.
         flops: Of matrix products, convolutions and attention.
+        float32: How often such a product ran in float32, and its FLOPs, by its name and the script's line.
         devices: Types of the devices that they ran on.
     """
 
@@ -50,6 +53,7 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Begin anew."""
         self.counts: Counter[Op] = Counter()
         self.flops: Counter[Op] = Counter()
+        self.float32: dict[tuple[str, str], tuple[int, int]] = {}
         self.devices: set[str] = set()
 
     @contextmanager
@@ -98,7 +102,16 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.devices.add(outputs[0].device.type)
         formula = _torch.flop_formula(func)
         if formula is not None:
-            self.flops[op] += formula(*args, **kwargs, out_val=result)
+            flops = formula(*args, **kwargs, out_val=result)
+            self.flops[op] += flops
+            if dtype == "float32" and op.direction != "backward":  # which has no line of the script's, mostly
+                self._note_float32(name, flops)
+
+    def _note_float32(self, name: str, flops: int) -> None:
+        line = script_line(sys._getframe())
+        if line is not None:
+            count, before = self.float32.get((name, str(line)), (0, 0))
+            self.float32[name, str(line)] = count + 1, before + flops
 
 
 def _direction() -> str:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import NamedTuple
 
 from ampcompat.tools.data import plain
 from ampcompat.tools.recording.steps import Step
-from ampcompat.tools.report.facts import Facts
+from ampcompat.tools.report.facts import Facts, is_constant, scale_text
 from ampcompat.tools.tables import aligned
 
 #: Rows of the table of ops that the text shows; page and JSON have all.
 ROWS_OF_TEXT = 30
 #: The size of the picture of the loss scale.
 WIDTH, HEIGHT = 700, 160
+MOST_LABELS = 7
 COLUMNS = ["op", "pass", "dtype", "count", "FLOPs"]
 
 
@@ -65,9 +67,7 @@ def as_page(facts: Facts, whole: bool = True) -> str:
         columns=COLUMNS,
         rows=op_rows(facts),
         traced=_traced(facts),
-        curves=scale_curves(facts.history),
-        skipped=_skipped(facts.history),
-        limits=_limits(facts.history),
+        chart=None if is_constant(facts.history) else chart(facts.history),
         width=WIDTH,
         height=HEIGHT,
         whole=whole,
@@ -75,30 +75,51 @@ def as_page(facts: Facts, whole: bool = True) -> str:
 
 
 # -- the loss scale over the steps, on a log axis ----------------------------------------------------------------------
-def scale_curves(history: Sequence[Step]) -> list[str]:
-    """The points of a line for each loss scaler, as SVG has them."""
+class Chart(NamedTuple):
+    """The picture of the loss scale.
+
+    Attributes:
+        curves: The points of a line for each loss scaler, as SVG has them, by its name; "" where there is one.
+        skipped: Where skipped steps are marked.
+        scales: The labels of the axis of scales, each with its height.
+        steps: The labels of the axis of steps, each with its distance from the left.
+    """
+
+    curves: dict[str, str]
+    skipped: list[tuple[float, float]]
+    scales: list[tuple[str, float]]
+    steps: list[tuple[str, float]]
+
+
+def chart(history: Sequence[Step]) -> Chart:
+    """The picture of the scales, which are not all the same."""
+    scales = [one.scale for step in history for one in step.scales]
+    lowest, highest = min(scales), max(scales)
+    first, last = history[0].step, history[-1].step
+
+    def across(number: int) -> float:
+        return round(WIDTH * (number - first) / max(last - first, 1), 1)
+
+    def height(scale: float) -> float:
+        return round(HEIGHT * math.log2(highest / scale) / math.log2(highest / lowest), 1)
+
     points: dict[int, list[str]] = {}
     for step in history:
         for one in step.scales:
-            x, y = _place(history, step.step, one.scale)
-            points.setdefault(one.loss_id, []).append(f"{x:.1f},{y:.1f}")
-    return [" ".join(points[loss_id]) for loss_id in sorted(points)]
+            points.setdefault(one.loss_id, []).append(f"{across(step.step)},{height(one.scale)}")
+    lost = [step for step in history if step.skipped and step.scales]
+    return Chart(
+        curves={f"loss {loss_id}" if len(points) > 1 else "": " ".join(points[loss_id]) for loss_id in sorted(points)},
+        skipped=[(across(step.step), height(min(one.scale for one in step.scales))) for step in lost],
+        scales=[(scale_text(scale), height(scale)) for scale in scale_labels(lowest, highest)],
+        steps=[(str(number), across(number)) for number in sorted({first, (first + last) // 2, last})],
+    )
 
 
-def _skipped(history: Sequence[Step]) -> list[tuple[float, float]]:
-    """Where skipped steps are marked."""
-    marked = [(step.step, min(one.scale for one in step.scales)) for step in history if step.skipped and step.scales]
-    return [_place(history, number, scale) for number, scale in marked]
-
-
-def _limits(history: Sequence[Step]) -> tuple[float, float]:
-    """The lowest and the highest scale."""
-    scales = [one.scale for step in history for one in step.scales] or [1.0]
-    return min(scales), max(scales)
-
-
-def _place(history: Sequence[Step], number: int, scale: float) -> tuple[float, float]:
-    lowest, highest = _limits(history)
-    across = (number - history[0].step) / max(history[-1].step - history[0].step, 1)
-    span = math.log2(highest / lowest) or 1.0
-    return across * WIDTH, HEIGHT * (1 - math.log2(scale / lowest) / span)
+def scale_labels(lowest: float, highest: float) -> list[float]:
+    """The powers of two between two scales, or every second one, and so on; the two where there is but one."""
+    top, bottom = math.floor(math.log2(highest)), math.ceil(math.log2(lowest))
+    if top <= bottom:
+        return [highest, lowest]
+    stride = math.ceil((top - bottom + 1) / MOST_LABELS)
+    return [2.0**exponent for exponent in range(top, bottom - 1, -stride)]

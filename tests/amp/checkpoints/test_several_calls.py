@@ -153,6 +153,65 @@ def test_disabled_calls_have_no_scalers_and_leave_those_of_others():
     assert scales_saved() == [4.0]
 
 
+# -- calls without optimizers ------------------------------------------------------------------------------------------
+def block(model, optimizer):
+    """One pass."""
+    with amp.scale_loss(model(torch.ones(4, 4)).float().mean(), optimizer) as scaled:
+        scaled.backward()
+
+
+@pytest.mark.parametrize("average_first", [False, True])
+def test_the_scaler_in_use_is_shown_where_an_average_is_initialized_without_optimizers(average_first):
+    """Mean teachers and MoCo initialize the averaged model by a call of its own; apex saved one scaler."""
+    if average_first:
+        amp.initialize(Net(), opt_level="O2", verbosity=0)
+    model, optimizer = start()
+    if not average_first:
+        amp.initialize(Net(), opt_level="O2", verbosity=0)
+    block(model, optimizer)
+    (scaler,) = amp._amp_state.loss_scalers
+    assert scaler._unskipped == 1
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 1}}
+    scaler._loss_scale = 2.0**8
+    with amp.scale_loss(torch.ones(()), optimizer) as scaled:
+        assert scaled.item() == 2.0**8
+    with amp.scale_loss(torch.ones(()), []) as scaled:
+        assert scaled.item() == 2.0**8
+
+
+def test_a_list_of_scalers_that_a_script_writes_goes_to_the_call_in_use():
+    _model, optimizer = start()
+    amp.initialize(Net(), opt_level="O2", verbosity=0)
+    amp._amp_state.loss_scalers = [amp.scaler.LossScaler(4.0)]
+    with amp.scale_loss(torch.ones(()), optimizer) as scaled:
+        assert scaled.item() == 4.0
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["model", "average", "amp"])), ids="-".join)
+def test_a_checkpoint_goes_to_the_scaler_in_use_in_any_order(order, capsys):
+    held = None
+    for event in order:
+        if event == "model":
+            held = start()
+        elif event == "average":
+            amp.initialize(Net(), opt_level="O2", verbosity=0)
+        else:
+            amp.load_state_dict({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7}})
+    with amp.scale_loss(torch.ones(()), held[1]) as scaled:
+        assert scaled.item() == 512.0
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 8}}
+    assert "Warning" not in capsys.readouterr().out
+
+
+def test_a_call_without_optimizers_has_its_scalers_shown_where_it_is_alone():
+    _held = start(loss_scale=2.0)
+    del _held
+    gc.collect()
+    amp.initialize(Net(), opt_level="O2", loss_scale=4.0, verbosity=0)
+    assert scales_saved() == [4.0]
+    assert [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers] == [4.0]
+
+
 # -- runs beside one another -------------------------------------------------------------------------------------------
 def test_a_second_run_in_one_process_is_told_nothing(capsys):
     """A notebook's cell that is run again: the latest call's scaler is restored, and the earlier run's stays."""

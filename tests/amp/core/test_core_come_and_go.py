@@ -57,15 +57,15 @@ DELAYS = pytest.mark.parametrize("delay_unscale", [False, True])
 # -- parameters --------------------------------------------------------------------------------------------------------
 @LEVELS
 @DELAYS
-@pytest.mark.parametrize("is_pending_then", [False, True])
-def test_a_group_taken_out_and_put_back_begins_anew(level, delay_unscale, is_pending_then):
+@pytest.mark.parametrize("delays_next", [False, True])
+def test_a_group_taken_out_and_put_back_begins_anew(level, delay_unscale, delays_next):
     model = Two()
     optimizer = sgd(model.a.parameters(), model.b.parameters())
     start(level, model, optimizer)
     block(model, optimizer, delay_unscale=delay_unscale)
     group = optimizer.param_groups.pop()
     optimizer.zero_grad()  # does not reach it
-    block(model, optimizer, delay_unscale=is_pending_then)  # gives it scaled gradients
+    block(model, optimizer, delay_unscale=delays_next)  # gives it scaled gradients
     with pytest.warns(UserWarning, match=DROPPED):
         optimizer.add_param_group(group)
     assert moved(model.b, optimizer.step) == 0
@@ -201,7 +201,30 @@ def test_a_run_that_scales_nothing_is_not_changed_by_one_that_scaled(level):
     assert not model.a.weight.isfinite().any()
 
 
+@LEVELS
+@pytest.mark.parametrize("is_collected", [False, True])
+def test_an_optimizer_for_each_stage_finds_unscaled_gradients(level, is_collected):
+    """They stay, as under apex, but for those in masters, which a step has used."""
+    model = Two()
+    optimizer = sgd(model.parameters())
+    start(level, model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for stage in range(2):
+            if stage:
+                del optimizer
+                if is_collected:
+                    gc.collect()
+                optimizer = sgd(model.parameters())
+                start(level, model, optimizer)
+                assert gradients(optimizer) == ([None, None] if level == "O2" else [2, 2])
+            optimizer.zero_grad()
+            block(model, optimizer)
+            assert moved(model.a, optimizer.step) == 2
+
+
 def test_an_optimizer_in_the_place_of_one_whose_gradients_overflowed():
+    """As under apex, they are there until they are cleared."""
     model = Two()
     optimizer = sgd(model.parameters())
     amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
@@ -210,8 +233,11 @@ def test_an_optimizer_in_the_place_of_one_whose_gradients_overflowed():
     optimizer.step()
     del optimizer
     optimizer = sgd(model.parameters())
-    with pytest.warns(UserWarning, match=DROPPED):
-        start("O1", model, optimizer)
+    start("O1", model, optimizer)
+    block(model, optimizer)
+    assert moved(model.a, optimizer.step) == 0
+    assert amp.step_was_skipped(optimizer)
+    optimizer.zero_grad()
     block(model, optimizer)
     assert moved(model.a, optimizer.step) == 2
 

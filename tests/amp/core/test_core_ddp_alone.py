@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from core_kit import backward, loss_of, net, same, start
+from internals import float32_masters
 from torch.nn.parallel import DistributedDataParallel
 
 from ampcompat import amp
@@ -43,17 +44,89 @@ def test_after_no_sync_blocks_at_a_scale_of_one_stay_plain():
         scaled.backward()
 
 
-def test_a_block_of_some_of_the_unreduced_tensors_is_refused():
-    model = net()
-    pair = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.a, model.b)]
-    model, pair = amp.initialize(model, pair, opt_level="O1", loss_scale=128.0, verbosity=0)
-    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+def test_masters_are_those_of_this_process_while_gradients_wait_for_others():
+    model, optimizer = start("O1")
+    wrapped = DistributedDataParallel(model)
     with wrapped.no_sync():
-        backward(wrapped, pair)
-    shown = [p.grad.clone() for p in model.parameters()]
-    with pytest.raises(RuntimeError, match=r"no_sync\(\) has left .* - give the block all of them"):
-        amp.scale_loss(loss_of(wrapped), pair[0]).__enter__()
-    assert same(shown, [p.grad for p in model.parameters()])
-    backward(wrapped, pair)
-    for optimizer in pair:
-        optimizer.step()
+        backward(wrapped, optimizer)
+    with pytest.warns(UserWarning, match=r"while gradients of no_sync\(\) wait"):
+        amp.master_params(optimizer)
+    backward(wrapped, optimizer)
+    amp.master_params(optimizer)
+
+
+def gradients(optimizer):
+    return [p.grad.clone() for p in amp.master_params(optimizer)]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("moves", [False, True])
+def test_gradients_of_no_sync_are_averaged_with_the_next(level, moves):
+    """DDP finds the sum in ``p.grad``, at the scale of the block, whatever the scale was before."""
+    seen = []
+    model, optimizer = start(level)
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, lambda _, bucket: seen.append(bucket.buffer().clone()) or as_it_is(bucket))
+    with wrapped.no_sync():
+        backward(wrapped, optimizer, 1)
+    assert not seen
+    if moves:
+        amp._amp_state.loss_scalers[0]._loss_scale /= 4
+    scale = amp._amp_state.loss_scalers[0].loss_scale()
+    backward(wrapped, optimizer, 2)
+    reduced = sum(buffer.float().sum() for buffer in seen)
+    torch.testing.assert_close(reduced / scale, sum(g.sum() for g in gradients(optimizer)), rtol=1e-3, atol=1e-4)
+    twin, twin_optimizer = start(level, model=net())
+    backward(twin, twin_optimizer, 1)
+    backward(twin, twin_optimizer, 2)
+    for got, want in zip(gradients(optimizer), gradients(twin_optimizer), strict=True):
+        torch.testing.assert_close(got, want, rtol=4e-3, atol=1e-5)  # the sum is rounded to half at O2
+
+
+def as_it_is(bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_block_that_raises_after_no_sync_loses_nothing(level):
+    model, optimizer = start(level)
+    wrapped = DistributedDataParallel(model)
+    with wrapped.no_sync():
+        backward(wrapped, optimizer, 1)
+        held = [p.grad.clone() for p in (float32_masters(optimizer) or model.parameters())]
+        block = amp.scale_loss(loss_of(wrapped, 2), optimizer)
+        block.__enter__().backward()
+        block.__exit__(ZeroDivisionError, ZeroDivisionError())
+    assert same(held, [p.grad for p in (float32_masters(optimizer) or model.parameters())])
+    backward(wrapped, optimizer, 3)
+    twin, twin_optimizer = start(level, model=net())
+    for seed in (1, 3):
+        backward(twin, twin_optimizer, seed)
+    for got, want in zip(gradients(optimizer), gradients(twin_optimizer), strict=True):
+        torch.testing.assert_close(got, want, rtol=4e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("end", ["block", "step"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_in_no_sync_is_found_when_all_processes_have_it(level, end):
+    """By the next block that averages; or by the step, where the script has averaged."""
+    model, optimizer = start(level, loss_scale="dynamic")
+    wrapped = DistributedDataParallel(model)
+    (scaler,) = amp._amp_state.loss_scalers
+    with wrapped.no_sync():
+        backward(wrapped, optimizer, times=float("inf"))
+    assert not optimizer._amp_stash.already_patched
+    assert (scaler.loss_scale(), scaler._has_overflow) == (2.0**16, False)
+    if end == "block":
+        backward(wrapped, optimizer)
+        assert scaler.loss_scale() == 2.0**15
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert scaler.loss_scale() == 2.0**15
+    optimizer.zero_grad()
+    backward(wrapped, optimizer)
+    optimizer.step()
+    assert not amp.step_was_skipped(optimizer)
+    assert (scaler.loss_scale(), scaler._unskipped) == (2.0**15, 1)

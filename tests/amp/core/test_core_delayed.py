@@ -1,12 +1,9 @@
-"""``delay_unscale`` and ``delay_overflow_check``: scaled gradients that wait while the scale may move."""
-
-import warnings
+"""``delay_unscale`` and ``delay_overflow_check``: blocks that leave the scale alone, and gradients when it moves."""
 
 import pytest
 import torch
-import torch.distributed as dist
 from core_kit import backward, loss_of, masters, net, same, sgd, start
-from internals import float32_masters, has_scaled_gradients, process_state
+from internals import float32_masters, process_state
 
 from ampcompat import amp
 from ampcompat.amp.scaler import LossScaler
@@ -75,8 +72,8 @@ def unmoved(scaler, second):
 MOVES = [overflow_elsewhere, growth_elsewhere, written, loaded, loaded_by_the_scaler, filled, replaced, unmoved]
 
 
-def waiting(level, move):
-    """An optimizer with the scaled gradients of one delayed block, after which ``move`` moved the scale."""
+def after_a_delayed_block(level, move):
+    """A model and its optimizer after one delayed block, after which ``move`` moved the scale."""
     models = [net(0), net(1)]
     models, optimizers = amp.initialize(models, [sgd(m) for m in models], opt_level=level, loss_scale=None, verbosity=0)
     scaler = amp._amp_state.loss_scalers[0]
@@ -88,28 +85,97 @@ def waiting(level, move):
 
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_waiting_gradients_survive_a_changed_scale(level, move):
-    """Gradients that were scaled by one scale, added to by another delayed block, and unscaled at last, are right."""
-    model, optimizer = waiting(level, move)
+def test_delayed_gradients_survive_a_changed_scale(level, move):
+    """Gradients of one scale, added to by another delayed block and by one that is not, are right."""
+    model, optimizer = after_a_delayed_block(level, move)
     backward(model, optimizer, 2, delay_unscale=True)
-    assert has_scaled_gradients(optimizer)
     backward(model, optimizer, 3)
     assert_close(level, grads(optimizer), summed(level, 1, 2, 3))
 
 
-def test_at_scale_one_waiting_gradients_are_not_written():
-    """Gradients that wait for their unscale at a scale of one are not multiplied by it."""
+@pytest.mark.parametrize("delay_unscale", [True, False])
+def test_at_scale_one_masters_accumulate_in_float32(delay_unscale):
     model, optimizer = start("O5")
+    backward(model, optimizer, 1, delay_unscale=delay_unscale)
+    backward(model, optimizer, 2)
+    got = {p.shape: p.grad for p in amp.master_params(optimizer)}
+    want = {}
+    for seed in (1, 2):
+        model, _ = start("O5")
+        loss_of(model, seed).backward()
+        for p in model.parameters():
+            want[p.shape] = want.get(p.shape, 0) + p.grad.float()
+    assert all(torch.equal(got[shape], want[shape]) for shape in want if len(shape) == 2)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_every_block_unscales(level):
+    """Delayed ones, too: in ``p.grad``, in float32 for half weights, and an exception later changes nothing."""
+    model, optimizer = start(level)
     backward(model, optimizer, 1, delay_unscale=True)
-    waiting = [p.grad._version for p in model.parameters()]
-    with amp.scale_loss(loss_of(model, 2), optimizer) as loss:
-        inside = [p.grad._version for p in model.parameters()]
-        loss.backward()
-    assert inside == waiting
-    got, (model, _) = {p.shape: p.grad for p in amp.master_params(optimizer)}, start("O5")
-    loss_of(model, 1).backward()
-    loss_of(model, 2).backward()
-    assert all(torch.equal(got[p.shape], p.grad.float()) for p in model.parameters() if p.dim() == 2)
+    held = [p.grad.clone() for p in (float32_masters(optimizer) or model.parameters())]
+    assert not optimizer._amp_stash.params_have_scaled_gradients
+    block = amp.scale_loss(loss_of(model, 2), optimizer)
+    block.__enter__().backward()
+    block.__exit__(ZeroDivisionError, ZeroDivisionError())
+    assert same(held, [p.grad for p in (float32_masters(optimizer) or model.parameters())])
+    assert_close(level, grads(optimizer), summed(level, 1))
+
+
+@pytest.mark.parametrize("end", ["step", "master_params", "block"])
+@pytest.mark.parametrize("overflows", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_next_block_step_or_look_at_masters_moves_the_scale(level, overflows, end):
+    """Once, for two delayed blocks; with several losses, each scale for its own block."""
+    model, optimizer = start(level, loss_scale="dynamic", num_losses=3)
+    first, second, third = amp._amp_state.loss_scalers
+    for loss_id in (0, 0, 1):
+        backward(
+            model, optimizer, times=INF if overflows and loss_id == 0 else 1.0, loss_id=loss_id, delay_unscale=True
+        )
+    assert [(s.loss_scale(), s._unskipped) for s in (first, second)] == [(2.0**16, 0)] * 2
+    if end == "step":
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer) is overflows
+    elif end == "master_params":
+        amp.master_params(optimizer)
+    else:
+        backward(model, optimizer, loss_id=2)
+        assert third._unskipped == 1
+    moved = (2.0**15, 0) if overflows else (2.0**16, 1)
+    assert [(s.loss_scale(), s._unskipped) for s in (first, second)] == [moved, (2.0**16, 1)]
+    assert first._has_overflow is overflows
+    optimizer.step()
+    assert [(s.loss_scale(), s._unskipped) for s in (first, second)] == [moved, (2.0**16, 1)]
+
+
+def test_an_overflow_that_was_cleared_still_counts():
+    """``zero_grad`` after a delayed block: the next block lowers the scale, and no step is skipped."""
+    model, optimizer = start("O1", loss_scale="dynamic")
+    backward(model, optimizer, times=INF, delay_unscale=True)
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**15
+    optimizer.step()
+    assert not amp.step_was_skipped(optimizer)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_of_a_delayed_block_cannot_be_declared_unscaled(level):
+    """A script that divides by the scale, and then writes so, would divide twice."""
+    model, optimizer = start(level)
+    stash = optimizer._amp_stash
+    backward(model, optimizer, 1, delay_unscale=True)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"= False after a .* unscaled the gradients already \(D55\)"):
+            stash.params_have_scaled_gradients = False
+        amp.master_params(optimizer)  # does not make it right
+    optimizer.zero_grad()
+    stash.params_have_scaled_gradients = False
+    for end in (optimizer.step, lambda: backward(model, optimizer, 1)):
+        backward(model, optimizer, 1, delay_unscale=True)
+        end()
+        stash.params_have_scaled_gradients = False
 
 
 def test_a_delayed_overflow_check_says_the_scale_that_will_be(capsys):
@@ -192,8 +258,8 @@ def test_a_delayed_overflow_counts_once(level, capsys):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_pending_gradients_of_a_shared_parameter(level):
-    """Whichever optimizer steps first unscales them, once, for both."""
+def test_delayed_gradients_of_a_shared_parameter(level):
+    """Whichever optimizer steps first moves the scale, once."""
     model, (first, second) = halves_of_one_model(level, shared=True)
     backward(model, [first, second], 1, delay_unscale=True)
     backward(model, [first, second], 2, delay_unscale=True)
@@ -206,7 +272,7 @@ def test_pending_gradients_of_a_shared_parameter(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_an_optimizer_made_anew_has_the_pending_gradients(level):
+def test_an_optimizer_made_anew_has_delayed_gradients(level):
     """A script leaves an accumulation unfinished, and goes on with another optimizer and another scale."""
     model, before = start(level, loss_scale=2.0**12)
     backward(model, before, 1, delay_unscale=True)
@@ -219,7 +285,7 @@ def test_an_optimizer_made_anew_has_the_pending_gradients(level):
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_a_block_that_ends_one_accumulation_and_goes_on_with_another(level):
-    """The end of the first moves the scale that the gradients of the other are brought to."""
+    """The end of the first moves the scale of the other."""
     models = [torch.nn.Linear(1, 1, bias=False) for _ in range(3)]
     models, optimizers = amp.initialize(
         models, [sgd(model) for model in models], opt_level=level, loss_scale="dynamic", verbosity=0
@@ -240,7 +306,7 @@ def test_a_block_that_ends_one_accumulation_and_goes_on_with_another(level):
 
 @pytest.mark.parametrize("scales", [(128.0, 1.0), (1.0, 128.0), (1.0, 1.0)])
 @pytest.mark.parametrize("level", ["O0", "O2"])
-def test_gradients_left_scaled_survive_a_static_scale_that_becomes_one(level, scales):
+def test_delayed_gradients_survive_a_static_scale_that_becomes_one(level, scales):
     model, optimizer = start(level, model=torch.nn.Linear(1, 1, bias=False), loss_scale=scales[0])
     for scale in scales:
         amp.load_state_dict({"loss_scaler0": {"loss_scale": scale, "unskipped": 0}})
@@ -256,14 +322,11 @@ def test_an_optimizer_made_anew_takes_the_place_of_the_old_one(delay_unscale):
     backward(model, old, 1, delay_unscale=delay_unscale)
     del old
     new = sgd(model)
-    if not delay_unscale:
-        model.zero_grad()  # otherwise the gradients are dropped, with a warning
+    model.zero_grad()  # otherwise the gradients are dropped, with a warning
     amp.initialize(model, new, opt_level="O2", verbosity=0, loss_scale=2.0**12)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for seed in (2, 3):
-            backward(model, new, seed)
-            new.step()
+    for seed in (2, 3):
+        backward(model, new, seed)
+        new.step()
     assert all(p.grad is None for p in float32_masters(new))
 
 
@@ -283,28 +346,6 @@ def test_a_loss_that_cannot_be_scaled_leaves_the_block_closed(level):
     assert same(grads(optimizer), accumulated)
     backward(model, optimizer, 2)
     assert_close(level, grads(optimizer), summed(level, 1, 2))
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_step_that_cannot_unscale_moves_nothing(level, monkeypatch, capsys):
-    """Unscaling pending gradients raises in ``step``: they are dropped, and the next step has nothing to use."""
-    model, optimizer = start(level)
-    before = [p.detach().clone() for p in amp.master_params(optimizer)]
-    backward(model, optimizer, 1, delay_unscale=True)
-
-    def fail(*args):
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr("ampcompat.amp.scaling.between_blocks.unscale_new", fail)
-        with pytest.raises(MemoryError):
-            optimizer.step()
-    assert all(p.grad is None for p in (*model.parameters(), *amp.master_params(optimizer)))
-    optimizer.step()
-    assert same(before, [p.detach() for p in amp.master_params(optimizer)])
-    assert "to be unscaled are cleared" in capsys.readouterr().out
-    backward(model, optimizer, 1)
-    assert_close(level, grads(optimizer), summed(level, 1))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -339,7 +380,7 @@ def test_a_delayed_overflow_leaves_no_momentum_of_fused_sgd(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_master_params_are_unscaled_where_an_accumulation_ends_early(level):
+def test_an_accumulation_may_end_early(level):
     """``delay_unscale=(i + 1) % n != 0``, and a step at the last batch: it clips before it steps."""
     (model, optimizer), (twin, twin_optimizer) = start(level), start(level, model=net())
     for seed in range(3):
@@ -353,16 +394,19 @@ def test_master_params_are_unscaled_where_an_accumulation_ends_early(level):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-def test_master_params_read_in_the_block_of_another_optimizer_stay_scaled():
+def test_master_params_read_in_the_block_of_another_optimizer_leave_the_scale():
+    """Another block may be at that scale."""
     models = [net(0), net(1)]
     models, (a, b) = amp.initialize(models, [sgd(model) for model in models], opt_level="O1", verbosity=0)
+    (scaler,) = amp._amp_state.loss_scalers
     backward(models[0], a, delay_unscale=True)
     with amp.scale_loss(loss_of(models[1]), b) as scaled:
-        list(amp.master_params(a))
-        assert has_scaled_gradients(a)
+        amp.master_params(a)
+        assert scaler._unskipped == 0
         scaled.backward()
-    list(amp.master_params(a))
-    assert not has_scaled_gradients(a)
+    assert scaler._unskipped == 1  # the end of this block has counted the delayed pass
+    amp.master_params(a)
+    assert scaler._unskipped == 1
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -385,20 +429,3 @@ def test_a_block_whose_exit_raises_is_closed(level, capsys):
     backward(model, optimizer)
     optimizer.step()
     assert not amp.step_was_skipped(optimizer)
-
-
-def test_master_params_while_gradients_wait_for_other_processes(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        model, optimizer = start("O1")
-        wrapped = torch.nn.parallel.DistributedDataParallel(model)
-        with wrapped.no_sync():
-            backward(wrapped, optimizer)
-        with pytest.warns(UserWarning, match=r"while gradients of no_sync\(\) wait"):
-            amp.master_params(optimizer)
-        assert has_scaled_gradients(optimizer)
-        backward(wrapped, optimizer)
-        amp.master_params(optimizer)
-        assert not has_scaled_gradients(optimizer)
-    finally:
-        dist.destroy_process_group()

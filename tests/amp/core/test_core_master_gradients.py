@@ -33,6 +33,43 @@ def test_held_gradients_keep_their_values():
     assert all(torch.equal(grad, old) for grad, old in zip(held, before, strict=True))
 
 
+class Heads(torch.nn.Module):
+    """Two heads; a pass uses the second if it is asked to."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(2, 1, bias=False)
+
+    def forward(self, x, both):
+        return self.first(x) + self.second(x) if both else self.first(x)
+
+
+@pytest.mark.parametrize("how", ["block", "undone", "shared"])
+def test_a_sum_that_the_last_block_did_not_reach_is_cleared_in_the_model(how):
+    """``p.grad = None`` of every parameter, with no step before: the next block begins anew."""
+    model = Heads()
+    optimizer = sgd(model)
+    second = torch.optim.SGD(model.second.parameters(), lr=0.1)
+    model, (optimizer, second) = amp.initialize(model, [optimizer, second], opt_level="O2", verbosity=0)
+
+    def block(both):
+        return amp.scale_loss(model(torch.ones(1, 2), both).sum(), second if how == "shared" else optimizer)
+
+    for both in (True, False):
+        context = block(both)
+        context.__enter__().backward()
+        is_undone = how == "undone" and not both
+        context.__exit__(*((ZeroDivisionError, ZeroDivisionError()) if is_undone else (None, None)))
+    assert model.second.weight.grad is not None
+    assert model.second.weight.grad.dtype == torch.float16
+    for param in model.parameters():
+        param.grad = None
+    with block(True) as scaled:
+        scaled.backward()
+    (master,) = amp.master_params(second)
+    assert master.grad.tolist() == [[1.0, 1.0]]
+
+
 def test_master_gradients_are_laid_out_as_their_masters():
     model = torch.nn.Embedding(4, 2, sparse=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -6,9 +6,11 @@ import pytest
 import torch
 from core_kit import backward, loss_of, start, train
 from internals import is_watched
+from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 
 from ampcompat import amp
 from ampcompat.amp.misuse import watch
+from ampcompat.parallel import LARC
 
 
 def warned(act):
@@ -27,6 +29,13 @@ def without_a_block(model, optimizer):
 def without_a_backward(model, optimizer):
     with amp.scale_loss(loss_of(model), optimizer):
         pass
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def without_a_block_but_clipped(model, optimizer):
+    loss_of(model).backward()
+    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -52,6 +61,7 @@ EDITED = "Gradients of the model's half parameters changed after scale_loss (cli
 BLOCK = "write `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`."
 MISTAKES = {
     without_a_block: (["O1", "O2"], NO_BLOCK, BLOCK),
+    without_a_block_but_clipped: (["O1", "O2"], NO_BLOCK, BLOCK),
     without_a_backward: (["O1", "O2"], NO_GRADIENT, BLOCK),
     backward_of_the_loss_in_the_block: (
         ["O1", "O2"],
@@ -153,6 +163,39 @@ def model_zero_grad(model, optimizer):
     model.zero_grad()
 
 
+class Forwards:
+    """An object around an optimizer, as training frameworks have them."""
+
+    def __init__(self, optimizer):
+        self.wrapped = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self.wrapped, name)
+
+
+def an_object_that_forwards_to_the_optimizer(model, optimizer):
+    outer = Forwards(optimizer)
+    for optimizers in (outer, [outer]):
+        backward(model, optimizers)
+        outer.step()
+        outer.zero_grad()
+        assert not amp.step_was_skipped(outer)
+
+
+def gradients_of_the_scripts_own(model, optimizer):
+    """Of Reptile, evolution strategies: not of a loss."""
+    for param in amp.master_params(optimizer):
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
+def gradients_of_autograd_grad(model, optimizer):
+    found = torch.autograd.grad(loss_of(model), list(model.parameters()))
+    for param, grad in zip(amp.master_params(optimizer), found, strict=True):
+        param.grad = grad.to(param.dtype)
+    optimizer.step()
+
+
 def no_gradients_at_all(model, optimizer):
     optimizer.zero_grad()
     optimizer.step()
@@ -176,6 +219,9 @@ RIGHT = [
     accumulate,
     input_gradient_first,
     model_zero_grad,
+    an_object_that_forwards_to_the_optimizer,
+    gradients_of_the_scripts_own,
+    gradients_of_autograd_grad,
     no_gradients_at_all,
     more_than_the_scaled_loss,
     gradients_kept_for_a_second_step,
@@ -190,6 +236,23 @@ def test_right_use_is_not_warned_of(level, act):
         assert warned(lambda: act(model, optimizer)) == []
         optimizer.zero_grad()
     train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_script_keeps_the_list_of_masters_that_it_writes_gradients_to(level):
+    model, optimizer = start(level)
+    params = list(amp.master_params(optimizer))
+
+    def steps():
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+
+    assert warned(steps) == []
+    optimizer.zero_grad()
+    (message,) = warned(lambda: without_a_block(model, optimizer))
+    assert message.startswith(NO_BLOCK)
 
 
 @pytest.mark.parametrize(("level", "trains"), [("O1", True), ("O2", False), ("O5", False)])
@@ -318,18 +381,6 @@ def test_blocks_of_both_scale_for_none_else(act):
     assert warned(train) == []
 
 
-def test_gradients_that_a_later_block_unscales_are_not_warned_of():
-    """Both losses are scaled alike, and the step unscales their sum."""
-    gan = Gan("O1")
-
-    def train():
-        gan.train_d(delay_unscale=True)
-        gan.train_g()
-        gan.for_d.step()
-
-    assert warned(train) == []
-
-
 @pytest.mark.parametrize("level", ["O0", "O4"])
 def test_where_the_scale_is_one_no_other_is_warned_of(level):
     gan = Gan(level)
@@ -406,6 +457,180 @@ def test_at_a_static_scale_a_second_step_with_the_same_gradients_is_plain_torchs
         warnings.simplefilter("error")
         optimizer.step()
         optimizer.step()
+
+
+# -- optimizers that amp does not know ---------------------------------------------------------------------------------
+class HalfKnown:
+    """A GAN whose discriminator's optimizer was not given to ``initialize``."""
+
+    def __init__(self, level, optimizer=torch.optim.SGD, **kwargs):
+        torch.manual_seed(0)
+        self.g, self.d = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+        self.for_g = torch.optim.SGD(self.g.parameters(), lr=0.1)
+        amp.initialize([self.g, self.d], self.for_g, opt_level=level, verbosity=0, **kwargs)
+        self.for_d = optimizer(self.d.parameters(), lr=0.1)
+        self.x = torch.randn(8, 4)
+
+    def block(self):
+        with amp.scale_loss(self.d(self.g(self.x)).float().mean(), self.for_g) as scaled:
+            scaled.backward()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_an_optimizer_that_amp_does_not_know(level, optimizer):
+    """Its weights move 65,536 times too far, under apex too."""
+    gan = HalfKnown(level, optimizer, loss_scale="dynamic")
+
+    def train():
+        gan.block()
+        gan.for_d.step()
+
+    (message,) = warned(train)
+    assert message.startswith(
+        f"{optimizer.__name__}.step() with gradients that a scale_loss block has left multiplied by"
+    )
+    assert "give it to amp.initialize" in message
+    assert warned(train) == []
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_optimizer_that_amp_does_not_know_of_half_weights_that_another_has_masters_of(level):
+    model, optimizer = start(level, loss_scale=128.0)
+    second = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model, optimizer)
+    optimizer.step()
+    with pytest.warns(UserWarning, match=r"SGD.step\(\) with gradients that a scale_loss block has left multiplied"):
+        second.step()
+
+
+def test_the_warning_of_an_unknown_optimizer_points_at_the_script():
+    gan = HalfKnown("O1")
+    gan.block()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        gan.for_d.step()
+    assert [w.filename for w in found] == [__file__]
+
+
+def clears_first(gan):
+    gan.for_d.zero_grad()
+    gan.d(gan.x).float().mean().backward()
+
+
+def zeroes_first(gan):
+    gan.for_d.zero_grad(set_to_none=False)
+    gan.d(gan.x).float().mean().backward()
+
+
+def unscales_by_hand(gan):
+    for param in gan.d.parameters():
+        param.grad.data.div_(amp.state_dict()["loss_scaler0"]["loss_scale"])
+
+
+def is_given_to_amp(gan):
+    gan.for_d.zero_grad()
+    amp.initialize(gan.d, gan.for_d, opt_level="O1", verbosity=0)
+    with amp.scale_loss(gan.d(gan.x).float().mean(), gan.for_d) as scaled:
+        scaled.backward()
+
+
+def takes_it_out_of_amp(gan):
+    gan.for_d.zero_grad()
+    amp.initialize(gan.d, gan.for_d, enabled=False)
+    gan.d(gan.x).mean().backward()
+
+
+@pytest.mark.parametrize(
+    "before_step", [clears_first, zeroes_first, unscales_by_hand, is_given_to_amp, takes_it_out_of_amp]
+)
+def test_an_optimizer_that_amp_does_not_know_with_gradients_of_its_own(before_step):
+    gan = HalfKnown("O1")
+
+    def train():
+        for _ in range(2):
+            gan.block()
+            before_step(gan)
+            gan.for_d.step()
+
+    assert warned(train) == []
+
+
+def test_an_optimizer_of_a_model_that_amp_does_not_have():
+    model, optimizer = start("O1")
+    other = torch.nn.Linear(6, 6)
+    plain = torch.optim.SGD(other.parameters(), lr=0.1)
+    x = torch.ones(4, 6)
+
+    def train():
+        with amp.scale_loss(model(other(x)).float().mean(), optimizer) as scaled:
+            scaled.backward()
+        plain.step()
+        optimizer.step()
+
+    assert warned(train) == []
+
+
+@pytest.mark.parametrize(("level", "kwargs"), [("O0", {}), ("O4", {}), ("O1", {"loss_scale": 1.0})])
+def test_where_the_scale_is_one_no_unknown_optimizer_is_warned_of(level, kwargs):
+    gan = HalfKnown(level, **kwargs)
+
+    def train():
+        gan.block()
+        gan.for_d.step()
+
+    assert warned(train) == []
+
+
+def test_a_dynamic_scale_that_has_come_down_to_one():
+    gan = HalfKnown("O1")
+    amp._amp_state.loss_scalers[0]._loss_scale = 1.0
+
+    def train():
+        gan.block()
+        gan.for_d.step()
+
+    assert warned(train) == []
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_optimizer_inside_one_that_amp_knows(level):
+    def make(model):
+        return LARC(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    model, optimizer = start(level, make)
+    assert warned(lambda: train(model, optimizer)) == []
+
+
+class Around(torch.optim.Optimizer):
+    """Holds the weights of its own, and steps by another optimizer: as slow weights do."""
+
+    def __init__(self, model, inner):
+        super().__init__(model.parameters(), {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_optimizer_around_one_that_amp_knows(level):
+    model, optimizer = start(level, loss_scale=128.0)
+    outer = Around(model, optimizer)
+
+    def train():
+        backward(model, optimizer)
+        outer.step()
+
+    assert warned(train) == []
+
+
+def test_the_hook_of_steps_goes_with_the_watch():
+    before = len(hooks)
+    model, optimizer = start("O1")
+    assert len(hooks) == before + 1
+    train(model, optimizer, watch.WATCHED)
+    assert len(hooks) == before
 
 
 # -- what is watched ---------------------------------------------------------------------------------------------------

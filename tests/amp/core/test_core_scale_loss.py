@@ -226,7 +226,7 @@ def test_an_optimizer_of_other_params_warns_at_its_step(level):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_initialize_between_blocks_and_their_step(level):
-    """Pending gradients and an overflow are still known after a second ``initialize``."""
+    """Gradients and an overflow are still known after a second ``initialize``."""
     model, optimizer = start(level)
     backward(model, optimizer, 1, delay_unscale=True)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)

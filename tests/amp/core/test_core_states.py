@@ -10,14 +10,13 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from internals import has_scaled_gradients
 from state_tables import GRADIENTS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import amp
 
 #: Where a run may be: before its first block, after a step, after a block, or after a delayed one.
-STATES = ["new", "step made", "step skipped", "block ended", "pending"]
+STATES = ["new", "step made", "step skipped", "block ended", "block delayed"]
 FIRST, SECOND, INF = 0.25, 0.125, float("inf")
 
 
@@ -50,18 +49,13 @@ class Run:
         self.wrapped = self.model
         left = {"new": 0.0, "step skipped": INF}.get(state, FIRST)
         if left:
-            self.block(left, delay_unscale=state == "pending")
+            self.block(left, delay_unscale=state == "block delayed")
         self.own = [left, left]
         if state.startswith("step "):
             self.optimizer.step()
             assert amp.step_was_skipped(self.optimizer) is (state == "step skipped")
             if level == "O2":
                 self.own[0] = 0.0
-        assert self.is_pending == (state == "pending")
-
-    @property
-    def is_pending(self):
-        return has_scaled_gradients(self.optimizer)
 
     @property
     def scale(self):
@@ -82,20 +76,19 @@ class Run:
         """The gradients after a block that gives each weight ``gradient``."""
         return [own + gradient for own in self.own]
 
+    def sums_show(self):
+        """Outside of blocks, a master that has a gradient shows one in the model."""
+        for master, param in zip(self.masters, self.model.parameters(), strict=False):  # one may have joined
+            assert (param.grad is not None) or master.grad is None
+
     def gradients_are(self, values):
         """Gradients are unscaled and equal ``values``, one for each weight."""
-        assert not self.is_pending
+        self.sums_show()
         for param, value in zip(self.masters, values, strict=True):
             if value:
                 assert torch.equal(param.grad, torch.full((4,), value))
             else:
                 assert param.grad is None or not param.grad.any()
-
-    def pending_are(self, *values):
-        """Scaled gradients of the two model parameters, in ``p.grad``."""
-        assert self.is_pending
-        for param, value in zip(self.model.parameters(), values, strict=True):
-            assert torch.equal(param.grad.float(), torch.full((4,), value * self.scale))
 
     def step_uses(self, values):
         """A step takes ``values``, one for each weight, off the weights; or it is skipped if one is not finite."""
@@ -104,6 +97,7 @@ class Run:
             self.step_is_skipped()
             return
         self.optimizer.step()
+        self.sums_show()
         assert not amp.step_was_skipped(self.optimizer)
         model = [p.detach().clone() for p in self.model.parameters()]  # before masters are asked for, which may push
         for now, param, then, value in zip(self.masters, model, before, values, strict=True):
@@ -119,6 +113,7 @@ class Run:
     def goes_on(self):
         """After ``zero_grad``, the next block and step are as if nothing had been before."""
         self.optimizer.zero_grad()
+        self.sums_show()
         self.block(SECOND)
         self.gradients_are([SECOND] * 2)
         self.step_uses([SECOND] * 2)
@@ -135,13 +130,10 @@ def block_begins(run):
         for param in run.masters:
             param.grad = torch.full((4,), FIRST)  # a penalty of the script's own, say
         run.own = [FIRST, FIRST]
-    if run.state == "pending":
+    if run.state == "block delayed":
         amp._amp_state.loss_scalers[0]._loss_scale = run.scale / 4
     with amp.scale_loss(run.loss(SECOND), run.optimizer) as scaled:
-        if run.state == "pending":
-            run.pending_are(FIRST, FIRST)
-        else:
-            assert all(p.grad is None for p in run.model.parameters())
+        assert all(p.grad is None for p in run.model.parameters())
         scaled.backward()
     run.gradients_are(run.own_and(SECOND))
     run.step_uses(run.own_and(SECOND))
@@ -158,7 +150,6 @@ def block_ends(run):
 def block_ends_with_an_overflow(run):
     scale = run.scale
     run.block(INF)
-    assert not run.is_pending
     assert run.scale == scale / 2
     assert not any(p.grad.isfinite().any() for p in run.masters)  # stay visible until they are cleared
     run.step_is_skipped()
@@ -192,14 +183,11 @@ def block_gives_them_to_others(run):
 
 
 def block_raises(run):
-    lost = run.state == "pending"
     failing = amp.scale_loss(run.loss(SECOND), run.optimizer)
     failing.__enter__().backward()
-    with told(lost, "start the accumulation of this step again"):
-        failing.__exit__(ZeroDivisionError, ZeroDivisionError())
-    left = [0.0, 0.0] if lost else run.own
-    run.gradients_are(left)
-    run.step_uses(left)
+    failing.__exit__(ZeroDivisionError, ZeroDivisionError())
+    run.gradients_are(run.own)
+    run.step_uses(run.own)
     run.goes_on()
 
 
@@ -227,18 +215,25 @@ def end_of_the_block_raises(run, capsys):
     run.goes_on()
 
 
-def pending_beside(run):
-    """Scaled gradients are pending beside those that are unscaled already, and not to be scaled again."""
-    if run.state == "pending":
-        run.pending_are(FIRST + SECOND, FIRST + SECOND)
-    else:
-        run.pending_are(SECOND, SECOND)
-
-
 def ends_with_delay_unscale(run):
+    scaler = amp._amp_state.loss_scalers[0]
+    before = scaler.loss_scale(), scaler._unskipped
     run.block(SECOND, delay_unscale=True)
-    pending_beside(run)
+    assert (scaler.loss_scale(), scaler._unskipped) == before
+    run.gradients_are(run.own_and(SECOND))
+    assert scaler._unskipped == before[1] + 1  # masters were asked for
     run.step_uses(run.own_and(SECOND))
+    assert scaler._unskipped == before[1] + 1
+    run.goes_on()
+
+
+def delayed_block_overflows(run):
+    scale = run.scale
+    run.block(INF, delay_unscale=True)
+    assert run.scale == scale
+    run.optimizer.step()
+    assert amp.step_was_skipped(run.optimizer)
+    assert run.scale == scale / 2
     run.goes_on()
 
 
@@ -248,7 +243,11 @@ def ends_in_no_sync(run, tmp_path):
         run.wrapped = torch.nn.parallel.DistributedDataParallel(run.model)
         with run.wrapped.no_sync():
             run.block(SECOND)
-        pending_beside(run)
+            failing = amp.scale_loss(run.loss(SECOND), run.optimizer)
+            failing.__enter__().backward()
+            failing.__exit__(ZeroDivisionError, ZeroDivisionError())
+        with told(True, r"gradients of no_sync\(\) wait"):
+            run.gradients_are(run.own_and(SECOND))
         run.block(SECOND)
         run.gradients_are(run.own_and(2 * SECOND))
         run.step_uses(run.own_and(2 * SECOND))
@@ -259,7 +258,6 @@ def ends_in_no_sync(run, tmp_path):
 
 def step(run):
     run.step_uses(run.own)
-    assert not run.is_pending
     # Half gradients that stay readable are not used again; float32 ones are, as in plain torch, if they are finite.
     stayed = run.own if run.level == "O1" else [0.0, run.own[1]]
     run.step_uses(stayed)
@@ -310,7 +308,6 @@ def gradients_cleared(run):
     first, second = run.model.parameters()
     first.grad = None
     run.step_uses([0.0, run.own[1]])
-    assert not run.is_pending
     second.grad = None
     run.step_uses([0.0, 0.0])
     run.goes_on()
@@ -330,7 +327,7 @@ def gradients_edited(run):
         elif param.grad is not None:
             param.grad.mul_(0.5)
     used = [FIRST if own == INF else own / 2 for own in run.own]
-    has_master = run.level == "O2" and run.state == "block ended"
+    has_master = run.level == "O2" and run.state.startswith("block ")
     if has_master:
         used[0] = FIRST
     with told(has_master, "changed after scale_loss"):
@@ -343,11 +340,7 @@ def state_loaded(run):
     run.optimizer.load_state_dict(run.optimizer.state_dict())
     amp.load_state_dict(amp.state_dict())
     amp._amp_state.loss_scalers[0].load_state_dict(amp._amp_state.loss_scalers[0].state_dict())
-    assert run.is_pending == (run.state == "pending")
-    if run.is_pending:
-        run.pending_are(FIRST, FIRST)
-    else:
-        run.gradients_are(run.own)
+    run.gradients_are(run.own)
     run.step_uses(run.own)
     run.goes_on()
 
@@ -371,7 +364,7 @@ EVENTS = {
     "block ends": [block_ends],
     "block ends with an overflow": [block_ends_with_an_overflow],
     "block gives no gradient": [block_gives_no_gradient, block_gives_them_to_others],
-    "ends with `delay_unscale`": [ends_with_delay_unscale],
+    "ends with `delay_unscale`": [ends_with_delay_unscale, delayed_block_overflows],
     "ends in DDP's `no_sync`": [ends_in_no_sync],
     "block raises": [block_raises],
     "end of the block raises": [end_of_the_block_raises],
@@ -397,6 +390,7 @@ def test_cell(act, state, level, request):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         act(run, **fixtures)
+        run.sums_show()
 
 
 def test_every_row_of_the_table_has_a_test():

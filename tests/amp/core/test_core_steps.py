@@ -239,6 +239,45 @@ def test_arguments_that_a_step_of_the_users_own_takes(level):
     assert same(masters(optimizer), masters(twin_optimizer))
 
 
+class TakesTheLoss(torch.optim.SGD):
+    """A step of a user's own that takes the loss (Polyak's step size) and a floor for it, and no closure."""
+
+    def step(self, loss, floor=None):
+        super().step()
+        return loss, floor
+
+
+class TakesTheLossFirst(torch.optim.SGD):
+    """A step of a user's own that takes the loss before the closure."""
+
+    def step(self, loss, closure=None):
+        return loss, super().step(closure)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_step_of_the_users_own_that_takes_the_loss(level):
+    model, optimizer = start(level, lambda model: TakesTheLoss(model.parameters(), lr=0.1))
+    twin, twin_optimizer = start(level)
+    for seed, arguments in enumerate([(2.0,), (torch.ones(()), 0.0)]):
+        backward(model, optimizer, seed)
+        assert optimizer.step(*arguments) == (*arguments, None)[:2]
+        backward(twin, twin_optimizer, seed)
+        twin_optimizer.step()
+        for one in (optimizer, twin_optimizer):
+            one.zero_grad()
+    assert same(masters(optimizer), masters(twin_optimizer))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_closure_that_comes_by_name_after_the_loss(level):
+    model, optimizer = start(level, lambda model: TakesTheLossFirst(model.parameters(), lr=0.1))
+    before = masters(optimizer)
+    loss, evaluated = optimizer.step(2.0, closure=lambda: backward(model, optimizer))
+    assert loss == 2.0
+    assert evaluated > 0
+    assert not same(masters(optimizer), before)
+
+
 @pytest.mark.parametrize("verbosity", [0, False])
 def test_at_verbosity_0_a_skipped_step_is_not_said(verbosity, capsys):
     model, optimizer = start("O2")

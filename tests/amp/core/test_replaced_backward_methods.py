@@ -48,17 +48,23 @@ def test_both_are_called_once_for_each_block(level):
     assert same(gradients(optimizer), by_apex_alone(level))
 
 
-def test_neither_is_called_where_apex_did_not():
-    """At a scale of one without masters; and for a block that leaves its gradients scaled."""
+def test_neither_is_called_at_a_scale_of_one_without_masters():
     calls = []
-    for level, kwargs in (("O0", {}), ("O1", {"delay_unscale": True})):
-        model, optimizer = start(level)
-        for name in ("_prepare_amp_backward", "_post_amp_backward"):
-            told_of(optimizer, name, calls)
-        backward(model, optimizer, **kwargs)
+    model, optimizer = start("O0")
+    for name in ("_prepare_amp_backward", "_post_amp_backward"):
+        told_of(optimizer, name, calls)
+    backward(model, optimizer)
     assert calls == []
-    backward(model, optimizer)  # gradients are pending: nothing to prepare
-    assert [call[0] for call in calls] == ["_post_amp_backward"]
+
+
+def test_both_are_called_in_a_delayed_block():
+    """It unscales, as every block does; apex called them for the last block alone."""
+    calls = []
+    model, optimizer = start("O1")
+    for name in ("_prepare_amp_backward", "_post_amp_backward"):
+        told_of(optimizer, name, calls)
+    backward(model, optimizer, delay_unscale=True)
+    assert [call[0] for call in calls] == ["_prepare_amp_backward", "_post_amp_backward"]
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -3,11 +3,13 @@
 Beside each stands what amp does.
 """
 
+import pickle
+import pickletools
 import warnings
 
 import pytest
 import torch
-from core_kit import batch, masters, same, start, train
+from core_kit import batch, loss_of, masters, same, start, train
 
 from ampcompat import amp
 
@@ -149,3 +151,40 @@ def test_a_write_to_a_value_of_the_state_dict_changes_the_model_at_the_other_lev
     assert (written_through_its_state_dict("O2") == 1).all()
     assert (written_through_its_state_dict("O1") == 1).all()
     assert not (written_through_its_state_dict("O3") == 1).any()
+
+
+@pytest.mark.divergence("delayed-blocks")
+def test_gradients_of_a_delayed_block_stay_scaled():
+    (delayed, _), (plain, _) = after_a_block(delay_unscale=True), after_a_block()
+    assert same([p.grad for p in delayed], [128 * p.grad for p in plain])
+
+
+def test_gradients_of_a_delayed_block_are_unscaled():
+    (delayed, scaled), (plain, _) = after_a_block(delay_unscale=True), after_a_block()
+    assert same([p.grad for p in delayed], [p.grad for p in plain])
+    assert not scaled
+
+
+def after_a_block(**kwargs):
+    """The parameters of a model after a block, and whether their gradients are said to be scaled."""
+    model, optimizer = start("O1", loss_scale=128.0)
+    with amp.scale_loss(loss_of(model), optimizer, **kwargs) as scaled:
+        scaled.backward()
+    return list(model.parameters()), optimizer._amp_stash.params_have_scaled_gradients
+
+
+def names_in_the_file_of(model):
+    return {name for _, name, _ in pickletools.genops(pickle.dumps(model)) if isinstance(name, str)}
+
+
+@pytest.mark.divergence("saved-models")
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_the_file_of_a_model_loads_without_amp(level):
+    model, _ = start(level)
+    assert not any("ampcompat" in name for name in names_in_the_file_of(model))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_the_file_of_an_unwrapped_model_loads_without_amp(level):
+    model, _ = start(level)
+    assert not any("ampcompat" in name for name in names_in_the_file_of(amp.unwrap(model)))

@@ -83,8 +83,7 @@ def test_a_step_that_only_the_device_knows_of_is_told_as_none():
     assert watcher.events[-1] == ("step", None)
 
 
-def test_a_delayed_block_notifies_of_its_loss_only():
-    """Its gradients are still scaled."""
+def test_a_delayed_block_notifies_as_others_do():
     watcher = Watcher()
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -94,7 +93,7 @@ def test_a_delayed_block_notifies_of_its_loss_only():
         amp.scale_loss(model(torch.ones(2, 4)).sum(), optimizer, delay_unscale=True) as scaled_loss,
     ):
         scaled_loss.backward()
-    assert [event[0] for event in watcher.events] == ["loss"]
+    assert [event[0] for event in watcher.events] == ["loss", "gradients"]
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])

@@ -157,6 +157,14 @@ def test_nothing_is_trained_at_o2(name):
     assert norms(name, TRUE[name][1]).max() == 0
 
 
+def test_a_second_loss_without_a_block_trains_nothing_at_o2():
+    code = TRUE["a second loss without a block at O2"][1]
+    without = "".join(line for line in code.splitlines(keepends=True) if "noisy_loss.backward" not in line)
+    assert torch.equal(norms("both", code), norms("one", without))
+    at_o1 = [norms(name, text.replace('"O2"', '"O1"')) for name, text in (("both", code), ("one", without))]
+    assert not torch.equal(*at_o1)
+
+
 def test_gradients_that_no_block_unscales_are_too_large():
     name = "backward after the block at O1"
     assert norms(name, TRUE[name][1]).min() > 1000

@@ -54,6 +54,7 @@ def test_other_packages_are_left_alone(code):
     [
         ("import fused_adam_cuda\nfused_adam_cuda.adam(p)", "fused_adam_cuda.adam", "works"),
         ("import fused_adam_cuda as f\nf.maybe_adam(p)", "fused_adam_cuda.maybe_adam", "unsupported"),
+        ("import importlib as i\nf = i.import_module('fused_adam_cuda')\nf.adam(p)", "fused_adam_cuda.adam", "works"),
         ("from fused_layer_norm_cuda import forward_affine", "fused_layer_norm_cuda.forward_affine", "works"),
         ("import amp_C\namp_C.multi_tensor_scale(1)", "amp_C.multi_tensor_scale", "works"),
         ("import apex_C\napex_C.flatten(x)", "apex_C.flatten", "works"),
@@ -124,6 +125,18 @@ def test_a_parameter_shadows_the_import():
     assert "apex.amp.nonsense" in symbols("from apex import amp\ndef f(x):\n    amp.nonsense()")
 
 
+@pytest.mark.parametrize("call", ["train(model, amp)", "train(model, amp=amp)", "main.train(model, amp)"])
+def test_a_parameter_that_is_given_the_module(call):
+    code = (
+        "def main():\n    from apex import amp\n    amp.initialize(model, opt, opt_level='O2')\n"
+        f"    {call}\n"
+        "def train(model, amp):\n    with amp.scale_loss(loss, opt) as scaled:\n        scaled.backward()\n"
+        "    clip_grad_norm_(model.module.parameters(), 1)\n"
+    )
+    assert symbols(code)["apex.amp.scale_loss"] == "works"
+    assert "clip_of_model_params" in {f.name for f in scan_source(code)}
+
+
 def test_a_name_imported_from_apex_or_torch():
     """An attribute of it is reported only if apex has it."""
     code = "try:\n    from apex import amp\nexcept ImportError:\n    from torch.cuda import amp\namp.autocast()\n"
@@ -143,10 +156,29 @@ def test_unsupported_symbols_name_their_replacement():
 
 
 def test_a_guarded_import_of_an_unsupported_module():
-    """The import in ``try`` is a difference; what uses the name is unsupported."""
+    """It fails, so that the script does without: neither it nor the use of its name is an error."""
     code = "try:\n    from apex.contrib.fmha import FMHA as X\nexcept ImportError:\n    X = None\n"
     assert symbols(code) == {"apex.contrib.fmha": "differs"}
-    assert [f.level for f in scan_source(code + "X()\n")] == ["differs", "unsupported"]
+    assert [f.level for f in scan_source(code + "X()\n")] == ["differs", "differs"]
+    assert "the import fails here" in scan_source(code)[0].note
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "try:\n    from apex import RNN\nexcept ImportError:\n    pass\nRNN.LSTM()",
+        "try:\n    from apex.contrib.fmha import X\nexcept:\n    pass\nfrom apex.contrib.fmha import X\nX",
+    ],
+)
+def test_a_use_that_is_reached_although_the_import_is_guarded(code):
+    assert [f.level for f in scan_source(code)][-1] == "unsupported"
+
+
+@pytest.mark.parametrize("name", ["contrib.fmha.FMHA", "contrib.layer_norm.layer_norm.F", "RNN.LSTM", "amp.autocast"])
+def test_what_is_said_to_fail_does(name):
+    module, _, attribute = name.rpartition(".")
+    with pytest.raises(ImportError):
+        exec(f"from ampcompat.{module} import {attribute}", {})
 
 
 def test_unknown_symbols_of_a_known_module():
@@ -156,6 +188,7 @@ def test_unknown_symbols_of_a_known_module():
 def test_probes_by_name_are_reported():
     assert symbols("import importlib.util\nimportlib.util.find_spec('apex')") == {"apex": "note"}
     assert symbols("from importlib.metadata import version\nversion('apex')") == {"apex": "note"}
+    assert symbols("import importlib\nimportlib.import_module('fused_adam_cuda')") == {"fused_adam_cuda": "note"}
     assert symbols("version('torch')") == {}
 
 

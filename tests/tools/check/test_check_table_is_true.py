@@ -11,9 +11,10 @@ import torch
 import ampcompat
 from ampcompat import amp
 from ampcompat.tools.check import scan, scan_source
-from ampcompat.tools.check.symbols import MODULES, SYMBOLS, verdict
+from ampcompat.tools.check.symbols import MODULES, SYMBOLS, names_in, verdict
 
-CLAIMED = [s for s in SYMBOLS if SYMBOLS[s].verdict != "unsupported" and s.startswith("apex.")]
+KNOWN = {*SYMBOLS, *(f"{module}.{name}" for module in MODULES for name in names_in(module))}
+CLAIMED = [s for s in KNOWN if verdict(s).verdict != "unsupported" and s.startswith("apex.")]
 WORKING = {s: s.replace("apex", "ampcompat", 1) for s in CLAIMED}
 REFUSED = [s for s in SYMBOLS if SYMBOLS[s].verdict == "unsupported"]
 # Packages that only import, so that a probe finds them.

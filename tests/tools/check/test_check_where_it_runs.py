@@ -1,11 +1,13 @@
 """Where the check runs: several paths, notebooks, files that install apex, formats for CI, and what is left out."""
 
+import ast
 import json
 
 import pytest
 
 from ampcompat.cli import main
 from ampcompat.tools.check import scan, scan_source
+from ampcompat.tools.check.cells import read_cell
 from ampcompat.tools.check.documents import NotANotebook, Notebook
 
 TRAP = "import torch\nfrom apex import amp, RNN\nmodel, o = amp.initialize(model, o, opt_level='01')\n"
@@ -52,6 +54,55 @@ def test_notebook_findings_have_the_files_lines(tmp_path):
     assert "amp.nonsense()" in lines[found["apex.amp.nonsense"] - 1]
 
 
+#: A cell, and for each of its lines what is left for the shell or a magic. IPython reads each one so.
+CELLS = {
+    "x = 1\n": [""],
+    "!ls -l \\\n  data\nx = 1": ["!ls -l \\", "  data", ""],
+    "%run train.py \\\n  --amp \\\n  --opt O2\nx = 1": ["%run train.py \\", "  --amp \\", "  --opt O2", ""],
+    "if x:\n    !ls\nelse:\n    %cd data\n": ["", "    !ls", "", "    %cd data"],
+    "files = !ls \\\n data\nstamp = %time f()\nx = 7 %2 != 1\n": ["files = !ls \\", " data", "stamp = %time f()", ""],
+    "model?\nmodel.fit??\n?model\nx = 1\n": ["model?", "model.fit??", "?model", ""],
+    "x = {\n  'a?': 1,  # why?\n}\n": ["", "", ""],
+    "print('%d'\n  % x)\nt = '''\n%no magic\n!\\\\'''\n": ["", "", "", "", ""],
+    'text = "a\\"?"; y = "\\\n%z"\n': ["", ""],
+    "cd repo\n": ["cd repo"],
+    "pip install torch\n": ["pip install torch"],
+    "\nls\n": ["", ""],
+    "loss = await train()\nasync with a: pass\n": ["", ""],
+    "%%time\nx = 1\n!ls\n": ["%%time", "", "!ls"],
+    "\n%%bash\nfor f in *; do\n": ["", "%%bash", "for f in *; do"],
+    "  x = 1\n  y = 2\n": ["", ""],
+    ",print a\n/print b\n": [",print a", "/print b"],
+    "": [],
+}
+
+
+@pytest.mark.parametrize("text", CELLS)
+def test_a_cell_is_read_as_jupyter_runs_it(text):
+    cell = read_cell(text)
+    assert cell.problem is None
+    assert cell.shell == CELLS[text]
+    assert len(cell.code) == len(CELLS[text])
+    ast.parse("\n".join(cell.code))
+
+
+def test_a_trap_between_commands_of_a_notebook(tmp_path):
+    cells = ["!python train.py \\\n    --amp\n", "cd repo\n", "model?\n%run a.py \\\n  -b\n", TRAP, "await main()\n"]
+    text = notebook(*cells)
+    (tmp_path / "n.ipynb").write_text(text)
+    found = {f.name: f for f in scan(tmp_path).findings if f.kind != "symbol"}
+    assert list(found) == ["misspelt_level"]
+    assert "opt_level='01'" in text.splitlines()[found["misspelt_level"].line - 1]
+
+
+def test_a_cell_that_does_not_parse_is_left_out(tmp_path):
+    text = notebook("x = 1\nprint 'loss'\n", TRAP)
+    (tmp_path / "n.ipynb").write_text(text)
+    found = {f.name: f for f in scan(tmp_path).findings if f.kind != "symbol"}
+    assert {name: f.level for name, f in found.items()} == {"misspelt_level": "error", "unparsable_cell": "note"}
+    assert "print 'loss'" in text.splitlines()[found["unparsable_cell"].line - 1]
+
+
 def test_folders_of_requirements(tmp_path):
     (tmp_path / "requirements").mkdir()
     (tmp_path / "requirements" / "train.txt").write_text("torch\napex\n")
@@ -65,6 +116,8 @@ def test_folders_of_requirements(tmp_path):
         ("!pip install apex\n", [0]),
         ("import torch\n%pip install torch apex\nx = 1\n", [1]),
         ("if x:\n    !git clone https://github.com/NVIDIA/apex\n    !cd apex && pip install .\n", [1]),
+        ("!pip install \\\n  torch \\\n  apex\n", [2]),
+        ("pip install apex\n", [0]),
         ("%%bash\ngit clone https://github.com/NVIDIA/apex\npip install -v ./apex\n", [1, 2]),
         ("!pip install torch  # not apex\n", []),
         ("# !pip install apex\n", []),
@@ -194,11 +247,3 @@ def test_github_annotations(tmp_path, capsys, monkeypatch):
     assert len(lines) == 2  # what works is left out
     assert lines[0].startswith("::error file=x.py,line=2,col=1,title=apex.RNN::")
     assert lines[1].startswith("::error file=x.py,line=3,col=47,title=misspelt_level::")
-
-
-@pytest.mark.parametrize("option", ["--json", "--select", "--ignore"])
-def test_an_option_that_is_gone_names_another_way(option, tmp_path, capsys):
-    with pytest.raises(SystemExit) as end:
-        run(capsys, tmp_path, option)
-    assert end.value.code == 2
-    assert f"{option} - there is no such option any more - " in capsys.readouterr().err

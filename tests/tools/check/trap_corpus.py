@@ -73,8 +73,67 @@ def trainer(clip, level='"O2"'):
     return APEX + TRAINER.format(clip=clip, level=level)
 
 
+def defined_above_the_loop(code, definition):
+    return code.replace("for x in data:", definition + "for x in data:", 1)
+
+
+UPDATE = "def update(loss, optimizer):\n    optimizer.step()\n"
+LISTED = "params = [p for p in model.parameters() if p.requires_grad]\n"
+TIMM = (
+    APEX
+    + """\
+class Scaler:
+    def __call__(self, loss, optimizer, create_graph=False):
+        mixed_backward(loss, optimizer)
+loss_scaler = Scaler() if not fp else None
+model, opt = amp.initialize(model, opt, opt_level="O1")
+for x in data:
+    loss = model(x)
+    if loss_scaler is not None:
+        loss_scaler(loss, opt, create_graph=False)
+    else:
+        loss.backward(create_graph=False)
+    opt.step()
+"""
+)
+
 #: The trap, and the snippet.
 TRUE = {
+    "step in the block by a function that is given the optimizer": (
+        "step_in_block",
+        defined_above_the_loop(trained('"O2"', "", "update(loss, optimizer=opt)\n"), UPDATE),
+    ),
+    "step in the block by a method that calls another": (
+        "step_in_block",
+        trainer("pass").replace(
+            "            scaled.backward()\n",
+            "            scaled.backward()\n            self.finish()\n"
+            "    def finish(self):\n        self.make_step()\n    def make_step(self):\n        self.opt.step()\n",
+        ),
+    ),
+    "clip of a list of the model's at O2": (
+        "clip_of_model_params",
+        trained('"O2"', LISTED + "nn.utils.clip_grad_norm_(params, 1.0)\n"),
+    ),
+    "clip of a sum of lists of the model's at O2": (
+        "clip_of_model_params",
+        trained('"O2"', "nn.utils.clip_grad_norm_(list(model.parameters()) + [], 1.0)\n"),
+    ),
+    "clip of what is filtered from the model's at O2": (
+        "clip_of_model_params",
+        trained('"O2"', "nn.utils.clip_grad_norm_(filter(lambda p: p.requires_grad, model.parameters()), 1.0)\n"),
+    ),
+    "gradients of a list of the model's divided at O2": (
+        "edit_of_model_gradients",
+        trained('"O2"', "params = list(model.parameters())\nfor p in params:\n    p.grad.div_(n)\n"),
+    ),
+    "gradients divided beside a clip of the masters": (
+        "edit_of_model_gradients",
+        trained(
+            '"O2"',
+            "nn.utils.clip_grad_norm_(amp.master_params(opt), 1e9)\nfor p in model.parameters():\n    p.grad.data.div_(n)\n",
+        ),
+    ),
     "clip in another method of the class that initializes": (
         "clip_of_model_params",
         trainer("nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)"),
@@ -120,6 +179,10 @@ TRUE = {
         trained('"O1"', "", "opt.step()\n").replace("(loss, opt)", "(loss, [opt])"),
     ),
     "no block at O2": ("unscaled_backward", unscaled('"O2"')),
+    "a second loss without a block at O2": (
+        "unscaled_backward",
+        trained('"O2"', "noisy_loss = model(x + 1)\nnoisy_loss.backward()\n"),
+    ),
     "no block at O1": ("unscaled_backward", unscaled('"O1"')),
     "clip in the block, by a function": (
         "clip_of_scaled_gradients",
@@ -266,10 +329,9 @@ TRUE = {
     ),
 }
 
-#: What is not found of these.
-MISSED = ("fill by a name",)
 #: What is a warning, because the snippet does not prove it.
 WARNED = (
+    "a second loss without a block at O2",
     "gradients divided by a function that is called after the block",
     "no block at O1",
     "gradients divided at the level of an option",
@@ -284,6 +346,30 @@ WARNED = (
 
 #: Right as they are.
 FALSE = {
+    "a second loss without a block at O1": trained('"O1"', "noisy_loss = model(x + 1)\nnoisy_loss.backward()\n"),
+    "a second loss with a block": trained(
+        '"O2"', "noisy_loss = model(x + 1)\n" + BLOCK.replace("loss", "noisy_loss").replace("scale_noisy_", "scale_")
+    ),
+    "step after the block by a function": defined_above_the_loop(
+        trained('"O2"', "update(loss, opt)\n").replace("    opt.step()\n", ""), UPDATE
+    ),
+    "step of another optimizer in the block by a function": defined_above_the_loop(
+        trained('"O1"', "", "update(opt, other)\n"),
+        "other = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)\n" + UPDATE,
+    ),
+    "clip of a list of the masters": trained(
+        '"O2"', LISTED + "params = list(amp.master_params(opt))\nnn.utils.clip_grad_norm_(params, 1.0)\n"
+    ),
+    "clip of a list of either": trained(
+        '"O2"',
+        "if fp:\n    params = amp.master_params(opt)\nelse:\n    params = model.parameters()\n"
+        "nn.utils.clip_grad_norm_(params, 1.0)\n",
+    ),
+    "masters' gradients divided, or the model's": trained(
+        '"O2"',
+        "params = amp.master_params(opt)\nif wide:\n    params = model.parameters()\nfor p in params:\n    p.grad.div_(n)\n",
+    ),
+    "a scaler that is called, and a plain backward pass without it": TIMM,
     "clip in another method at O1": trainer("nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)", '"O1"'),
     "clip in another method for a run without amp": trainer(
         "if not self.fp:\n            nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)"

@@ -9,7 +9,7 @@ from running import migrate_tree, write
 
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.cli.migrate import _list_left
-from ampcompat.tools.check.symbols import ON_OPTIMIZERS, SYMBOLS
+from ampcompat.tools.check.symbols import MODULES, ON_OPTIMIZERS, SYMBOLS, names_in
 from ampcompat.tools.migrate import migrate_source, native_amp
 
 PROPERTIES = ("enabled", "opt_level", "patch_torch_functions", "keep_batchnorm_fp32", "cast_model_outputs", "options")
@@ -27,7 +27,10 @@ def assert_there_or_marked(code, monkeypatch):
     exec(result.code, {"optimizer": optimizer})
 
 
-@pytest.mark.parametrize("symbol", sorted(symbol for symbol in SYMBOLS if symbol.startswith("apex.")))
+KNOWN = {*SYMBOLS, *(f"{module}.{name}" for module in MODULES for name in names_in(module))}
+
+
+@pytest.mark.parametrize("symbol", sorted(symbol for symbol in KNOWN if symbol.startswith("apex.")))
 @pytest.mark.parametrize("form", ["import apex\nx = {0}\n", "from {1} import {2}\nx = {2}\n"])
 def test_every_symbol(symbol, form, monkeypatch):
     parent, _, name = symbol.rpartition(".")

@@ -57,26 +57,33 @@ def test_marks_are_put_once(code):
     assert migrate_source(once.code).code == once.code
 
 
-def test_a_text_that_says_install_apex_gets_a_note():
-    result = migrate_source(
-        "try:\n    from apex import amp\nexcept ImportError:\n    raise ImportError('Please install apex')\n"
-    )
+@pytest.mark.parametrize("start", ["", "from apex import amp\n"])
+def test_a_library_that_imports_apex_itself_gets_a_note(start):
+    code = start + "from timm.utils import *\nloss_scaler = ApexScaler()\n"
+    result = migrate_source(code)
     assert result.todos == []
-    assert len(result.notes) == 1
-    assert result.notes[0] == "line 4: 'Please install apex' tells users to install apex; this needs ampcompat now"
+    (note,) = result.notes
+    assert note.startswith(f"line {len(code.splitlines())}: timm.ApexScaler: ")
+    assert "ampcompat.install_as_apex()" in note
 
 
 @pytest.mark.parametrize("start", ["", "from apex import amp\n"])
 @pytest.mark.parametrize(
-    ("to", "way"), [("ampcompat", "ampcompat.install_as_apex()"), ("native", "amp.scale_loss of native_amp")]
+    ("line", "name", "instead"),
+    [
+        ("loss_scaler = ApexScaler()", "timm.ApexScaler", "in its place, write with amp.scale_loss(loss, optimizer)"),
+        ("trainer = Trainer(amp_backend='apex')", "amp_backend", "have it use torch's autocast"),
+    ],
 )
-def test_a_library_that_imports_apex_itself_gets_a_note(start, to, way):
-    code = start + "from timm.utils import *\nloss_scaler = ApexScaler()\n"
-    result = migrate_source(code, to)
-    assert result.todos == []
-    assert len(result.notes) == 1
-    assert result.notes[0].startswith(f"line {len(code.splitlines())}: timm.ApexScaler: ")
-    assert way in result.notes[0]
+def test_a_library_that_imports_apex_itself_is_marked_in_native(start, line, name, instead):
+    """Without apex, it fails in its first step."""
+    code = f"{start}from timm.utils import *\n{line}\n"
+    result = migrate_source(code, "native")
+    ((number, message),) = result.todos
+    assert number == len(code.splitlines())
+    assert message.startswith(f"{name}: the library calls apex itself; {instead}")
+    assert result.notes == []
+    assert migrate_source(result.code, "native").code == result.code
 
 
 def test_an_unknown_target_is_refused():
@@ -271,6 +278,63 @@ def test_a_method_that_calls_the_model_itself_is_not_noted(body, is_noted):
     model = f"class Vae(nn.Module):\n{parts}    def loss(self, x):\n        {body}\n"
     notes = migrate_source(f"{INITIALIZED}{model}loss = self.net.loss(x)\n{BLOCK}", "native").notes
     assert len(notes) == is_noted
+
+
+@pytest.mark.parametrize("level", ["'O2'", "'O3'", "args.level"])
+@pytest.mark.parametrize(
+    ("line", "is_noted"),
+    [
+        ("audio = net.infer(mel, sigma=0.6)", True),
+        ("net.module.sample(4).save(path)", True),
+        ("return net.infer(mel)", True),
+        ("net.set_epoch(3)", False),
+        ("net.train(True)", False),
+        ("missing = net.load_state_dict(saved)", False),
+        ("audio = net.infer()", False),
+        ("audio = net(mel)", False),
+        ("rate = net.get_parameters(0.1)", False),
+        ("net = net.remove_weightnorm(net)", False),
+    ],
+)
+def test_a_method_of_a_model_with_half_weights_is_noted(level, line, is_noted):
+    code = f"from apex import amp\nnet, _ = amp.initialize(net, [], opt_level={level})\n{line}\n"
+    result = migrate_source(code, "native")
+    assert [note.partition("(...) runs in float32")[0] for note in result.notes] == [
+        f"line 3: {line.partition('net')[1]}{line.partition('net')[2].partition('(')[0]}" for _ in line if is_noted
+    ][:1]
+    assert result.todos == []
+    at_o1 = migrate_source(code.replace(level, "'O1'"), "native")
+    assert at_o1.notes == []
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "audio = net.infer(mel.half(), sigma=0.6)",
+        "mel = mel.half() if is_fp16 else mel\naudio = net.infer(mel)",
+        "mel = mel.cuda().to(torch.float16)\naudio = net.module.infer(sigma=0.6, mel=mel)",
+        "loss = net.loss(mel.to(dtype=torch.half))",
+    ],
+)
+def test_a_half_input_of_a_method_is_marked(level, lines):
+    code = f"from apex import amp\nnet, opt = amp.initialize(net, opt, opt_level='{level}')\n{lines}\n{BLOCK}"
+    result = migrate_source(code, "native")
+    (todo,) = result.todos
+    assert todo[0] == 2 + len(lines.splitlines())
+    assert todo[1].startswith("net")
+    assert todo[1].partition("(...) ")[2] == (
+        "is given half precision, and weights are float32: call it under torch.autocast, or without the cast"
+    )
+    assert result.notes == []
+
+
+@pytest.mark.parametrize(
+    "lines", ["audio = net(mel.half())", "audio = other.infer(mel.half())", "x = mel.half()\naudio = net.infer(mel)"]
+)
+def test_other_half_tensors_are_not_marked(lines):
+    code = f"from apex import amp\nnet, opt = amp.initialize(net, opt)\n{lines}\n"
+    assert migrate_source(code, "native").todos == []
 
 
 def test_what_delay_allreduce_did_besides_is_noted():

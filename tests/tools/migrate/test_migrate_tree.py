@@ -6,6 +6,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 
@@ -395,6 +396,7 @@ def test_requirements_lose_apex(tmp_path):
     assert change.new == "torch\n"
 
 
+@pytest.mark.skipif(not shutil.which("patch"), reason="patch is not installed")
 def test_a_new_file_is_a_diff_that_patch_takes(tmp_path):
     (tmp_path / "a.py").write_text(LOOP)
     changes = list(migrate_tree(tmp_path, "native"))

@@ -7,24 +7,22 @@ import inspect
 import io
 import pickle
 import sys
-import types
 import warnings
 
 import pytest
 import torch
+from native_file import native_amp
 from seeded import seeded
 from torch import nn
 
 import ampcompat.amp
 import ampcompat.optimizers
-from ampcompat.tools.migrate.parts import PARTS, written
 
 
 def copy_of_file(monkeypatch):
-    """The file as a module of its own, with a state of its own."""
-    module = types.ModuleType("native_amp")
+    """The file as a module that ``import`` finds, with a state of its own."""
+    module = native_amp()
     monkeypatch.setitem(sys.modules, "native_amp", module)
-    exec(compile(written(PARTS), "native_amp.py", "exec"), vars(module))
     return module
 
 
@@ -777,14 +775,37 @@ def test_a_scale_whose_count_is_past_the_window_grows(amp):
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 16.0, "unskipped": 0}}
 
 
-def test_a_step_ends_a_delayed_block_of_optimizers_that_share_weights(amp):
+def test_steps_count_a_delayed_block_of_optimizers_that_share_weights_once(amp):
     model = Net()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
-    amp.initialize(model, optimizers, opt_level="O1", loss_scale=8.0, verbosity=0)
+    amp.initialize(model, optimizers, opt_level="O1", max_loss_scale=8.0, verbosity=0)
     with amp.scale_loss(model(X).logits.sum(), optimizers, delay_unscale=True) as scaled:
         scaled.backward()
-    grads = [param.grad / 8.0 for param in model.parameters()]
+    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 0
     for optimizer in optimizers:
         optimizer.step()
+    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 1
+
+
+def test_gradients_of_a_delayed_block_are_unscaled(amp):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O0", loss_scale=8.0, verbosity=0)
+    model(X).logits.sum().backward()
+    grads = [param.grad.clone() for param in model.parameters()]
+    optimizer.zero_grad()
+    with amp.scale_loss(model(X).logits.sum(), optimizer, delay_unscale=True) as scaled:
+        scaled.backward()
     for param, grad in zip(model.parameters(), grads, strict=True):
         assert torch.equal(param.grad, grad)
+
+
+def test_an_overflow_counts_for_the_scales_of_delayed_blocks_too(amp):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", num_losses=2, verbosity=0)
+    with amp.scale_loss(model(X).logits.sum(), optimizer, loss_id=0, delay_unscale=True) as scaled:
+        scaled.backward()
+    with amp.scale_loss(model(X).logits.sum() * float("inf"), optimizer, loss_id=1) as scaled:
+        scaled.backward()
+    assert [scaler["loss_scale"] for scaler in amp.state_dict().values()] == [2.0**15, 2.0**15]

@@ -3,15 +3,16 @@
 import shutil
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
 from corpus import PATHS
+from native_file import native_amp
 from running import migrate_tree, write
 from shapes import HEAD, SHAPES, TREES
 
 import ampcompat
+from ampcompat.cli import main
 from ampcompat.tools.migrate.parts import PARTS, WHOLE, needed_by, parts_of, written
 
 LOOP = """\
@@ -42,6 +43,7 @@ NEEDS = {
     "with model.no_sync(): pass": "delayed_blocks",
     "with amp.scale_loss(loss, optimizer, **options) as s: pass": "delayed_blocks",
     "with amp.scale_loss(loss, optimizer, 0, None, last) as s: pass": "delayed_blocks",
+    "with amp.scale_loss(loss,\n                    optimizer, 0, None, last) as s: pass": "delayed_blocks",
     "block = amp.scale_loss(*given)": "delayed_blocks",
     "class Swish(torch.autograd.Function): pass": "explanations",
     "names = model.forward.__code__.co_varnames": "forward_attributes",
@@ -93,6 +95,24 @@ def test_what_needs_a_part(line, part):
     assert part in needed_by([LOOP, f"{line}\n"])
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '"""Train with data_parallel, or a closure."""',
+        "# nn.DataParallel, retain_grad and delay_unscale are not used here",
+        'class Net(nn.Module):\n    """Named like torch.autograd.Function."""',
+        "from utils import *",
+        "class AverageMeter(object):\n    def update(self, value): pass\n    def state_dict(self): pass",
+        "class Average:\n    def update(self, value): pass",
+        "with amp.scale_loss(\n    loss,\n    optimizer,\n) as scaled_loss: pass",
+        "with amp.scale_loss(loss,\n                    optimizer) as scaled_loss: pass",
+        "optimizer.step(\n)",
+    ],
+)
+def test_what_needs_no_part(line):
+    assert needed_by([f"{line}\n{LOOP}"]) == frozenset()
+
+
 def test_a_plain_loop_needs_none_and_what_cannot_be_read_needs_all():
     assert needed_by([LOOP]) == frozenset()
     assert needed_by([LOOP, None]) == PARTS
@@ -100,12 +120,9 @@ def test_a_plain_loop_needs_none_and_what_cannot_be_read_needs_all():
 
 
 @pytest.mark.parametrize("parts", SUBSETS, ids=lambda parts: ", ".join(sorted(parts)))
-def test_a_copy_is_a_module_that_names_its_version_and_parts(parts, monkeypatch):
+def test_a_copy_is_a_module_that_names_its_version_and_parts(parts):
     text = written(parts)
-    module = types.ModuleType("native_amp")
-    monkeypatch.setitem(sys.modules, "native_amp", module)
-    exec(compile(text, "native_amp.py", "exec"), vars(module))
-    assert f"Written by ampcompat {ampcompat.__version__}, with" in module.__doc__
+    assert f"Written by ampcompat {ampcompat.__version__}, with" in native_amp(parts).__doc__
     assert "# <" not in text
     assert parts_of(text) == parts
     assert parts_of(f"{text}x = 1\n") is None
@@ -174,11 +191,27 @@ def test_a_copy_that_was_changed_stays(tmp_path):
     changes(tmp_path)
     copy = tmp_path / "native_amp.py"
     copy.write_text(copy.read_text() + "x = 1\n")
-    write(tmp_path, {"other.py": "features.retain_grad()\n"})
-    assert changes(tmp_path) == {}
+    assert [change.problem for change in migrate_tree(tmp_path, "native")] == [""] * 2
     write(tmp_path, {"other.py": LOOP})
     with pytest.raises(FileExistsError, match=r"native_amp.py is there and differs"):
         changes(tmp_path)
+
+
+def test_a_changed_copy_that_lacks_a_part_is_left_and_told(tmp_path, capsys):
+    write(tmp_path, {"train.py": LOOP})
+    changes(tmp_path)
+    copy = tmp_path / "native_amp.py"
+    mine = copy.read_text().replace(ampcompat.__version__, "0.1.9") + "x = 1\n"
+    copy.write_text(mine)
+    write(tmp_path, {"other.py": "features.retain_grad()\n"})
+    assert main(["migrate", "--to", "native", "--write", str(tmp_path)]) == 1
+    assert copy.read_text() == mine
+    assert (
+        "native_amp.py: was changed, or another version wrote it, and lacks what the code now needs: "
+        "retained_gradients; " in capsys.readouterr().err
+    )
+    copy.write_text(mine.replace("uses: none.", "uses: retained_gradients."))
+    assert main(["migrate", "--to", "native", "--write", str(tmp_path)]) == 0
 
 
 @pytest.mark.parametrize(

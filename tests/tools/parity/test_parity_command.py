@@ -56,6 +56,30 @@ def test_a_comparison_from_end_to_end(tmp_path, capsys):
     assert numbers.pop().endswith("['--rtol', '9']")
 
 
+def test_a_script_that_is_not_repeatable_is_no_failure_of_a_level(capsys):
+    """Its runs differ before any step was made, at O0 too."""
+    line = ["parity", "--opt-level=O1", "--steps", "2", "--rtol", "0", "--atol", "0", SCRIPT, "seeds from the clock"]
+    assert main(line) == 1
+    shown = capsys.readouterr()
+    assert "FAIL" not in shown.out
+    assert "next: " not in shown.out
+    assert "not repeatable" in shown.out
+    first, again = re.search(
+        r"^Two runs of O0 differ before any step was made: the loss was (\S+), and then (\S+)\. What ", shown.out, re.M
+    ).groups()
+    assert first != again
+
+
+def test_a_script_of_torchrun_is_told_its_variables_and_runs_with_them(monkeypatch, capsys):
+    line = ["parity", "--opt-level=O0", "--steps", "2", SCRIPT, "needs torchrun"]
+    assert main(line) == 1
+    shown = capsys.readouterr().out
+    given = re.search(r"set those of torchrun, for one process: (.*) ampcompat parity", shown)[1]
+    for word in given.split():
+        monkeypatch.setenv(*word.split("="))
+    assert main(line) == 0
+
+
 def fake_runs(monkeypatch, **losses):
     """Stand in for the processes; a list of losses, or a run, per level."""
     started = []
@@ -271,3 +295,16 @@ def test_a_script_that_is_not_there(monkeypatch, capsys):
 def test_the_command_itself_does_without_torch(tmp_path):
     code = "import sys, ampcompat.cli.parity; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_an_interrupt_of_the_repetition_is_an_interrupt(monkeypatch, capsys):
+    fake_runs(monkeypatch, O0=[1.0, 1.0], O1=[1.0, 2.0])
+    run_level = parity.run_level
+
+    def interrupted(level, options, folder, **kwargs):
+        made = run_level(level, options, folder, **kwargs)
+        made.ending = "interrupted" if options.steps == 1 else made.ending
+        return made
+
+    monkeypatch.setattr(parity, "run_level", interrupted)
+    assert main(["parity", "--opt-level", "O1", SCRIPT]) == 130

@@ -3,7 +3,7 @@ import math
 import pytest
 from parity_runs import run, step
 
-from ampcompat.tools.parity.compare import Tolerance, compare, judge, relative_deviation
+from ampcompat.tools.parity.compare import Tolerance, compare, judge, judge_again, must_repeat, relative_deviation
 from ampcompat.tools.parity.levels import Level
 from ampcompat.tools.parity.runs import Run
 from ampcompat.tools.parity.table import skip_note, table
@@ -151,3 +151,24 @@ def test_a_level_that_is_only_shown_is_not_judged():
     results = judge([run("O0", [1.0]), run("O3", [math.nan], "float16")], Tolerance(0.1), shown=("O3",))
     assert results[1].judged is False
     assert table(results, Tolerance(0.1)).splitlines()[3].endswith("  not judged: loss nan at step 1")
+
+
+def test_a_reference_that_is_not_repeatable_judges_no_finite_loss():
+    runs = [run("O0", [1.0, 1.0]), run("O1", [2.0, 1.0]), run("O2", [1.0, NAN]), run("O3", [1.0, 1.0])]
+    results = judge(runs, Tolerance(0.1))
+    assert must_repeat(results)
+    again = judge_again(results, run("O0", [1.5]))
+    assert [result.verdict for result in again] == [
+        "reference",
+        "not repeatable",
+        "loss nan at step 2",
+        "within tolerance",
+    ]
+    assert [result.failed for result in again] == [False, True, True, False]
+    for repeated in (run("O0", [1.0 + 1e-6]), run("O0", []), run("O0", [None])):
+        assert judge_again(results, repeated) == results
+
+
+def test_a_run_of_which_no_loss_is_off_need_not_be_repeated():
+    runs = [run("O0", [1.0, 1.0]), run("O1", [1.0, 1.0]), run("O2", [1.0], **CRASHED)]
+    assert not must_repeat(judge(runs, Tolerance(0.1)))

@@ -1,5 +1,7 @@
 """What a precision report counts, against what is known to have run."""
 
+import re
+
 import pytest
 import torch
 from amp_training import initialized, make_step, reset
@@ -61,6 +63,49 @@ def test_casts_of_one_layer_at_o1():
         "float16": 2,
         "float32": 2,
     }  # of weight and bias; of scaling and mean
+
+
+def test_products_in_float32_are_named_by_their_line():
+    """Those of the forward: the backward pass follows it."""
+
+    class Net32(Net):
+        def forward(self, x):
+            features = self.norm(torch.relu(self.inner(x)))
+            with amp.disable_casts():
+                return self.head(features.float())  # in float32
+
+    def outside(y):
+        return y @ y.t()  # this one, too
+
+    facts = one_step(Net32, torch.randn(8, 16), "O2", outside, keep_fp32="head").facts()
+    head, outer = facts["float32_products"]
+    assert re.search(r"test_report_facts.py:\d+: return self.head\(features.float\(\)\)  # in float32$", head["place"])
+    assert (head["op"], head["count"], head["flops"]) == ("addmm", 1, 2 * 8 * 32 * 10)
+    assert outer["place"].endswith(": return y @ y.t()  # this one, too")
+    assert f"Products in float32: addmm at {head['place']}; mm at {outer['place']}." in facts["sentences"]
+
+
+def test_of_many_lines_with_float32_products_the_largest_are_named():
+    lines = [f"y = y @ torch.ones({n}, {n + 1})" for n in range(4, 12)]
+    scope = {"torch": torch}
+    exec(compile("def outside(y):\n    " + "\n    ".join([*lines, "return y"]), "products.py", "exec"), scope)
+    facts = one_step(lambda: nn.Linear(4, 4), torch.ones(2, 4), "O2", scope["outside"]).facts()
+    assert [one["place"] for one in facts["float32_products"]] == [f"products.py:{n}" for n in range(9, 1, -1)]
+    (sentence,) = [one for one in facts["sentences"] if one.startswith("Products in float32: ")]
+    assert sentence.count(" at products.py:") == 5
+    assert sentence.endswith("; and at 3 more places.")
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_where_all_products_are_of_one_dtype_none_is_named(level):
+    facts = train(level)[1].facts()
+    assert not [one for one in facts["sentences"] if one.startswith("Products in float32")]
+
+
+def test_a_constant_scale_is_a_sentence():
+    _, report = train("O1")
+    said = "0 of 4 optimizer steps were skipped for overflow; the loss scale was 65536 throughout."
+    assert said in report.facts()["sentences"]
 
 
 def test_attention_counts():

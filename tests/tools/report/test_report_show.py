@@ -14,6 +14,7 @@ from torch import nn
 
 from ampcompat import amp
 from ampcompat.tools.report import PrecisionReport, report_as_asked
+from ampcompat.tools.report.show import scale_labels
 
 
 class Page(html.parser.HTMLParser):
@@ -74,10 +75,50 @@ def test_the_page_needs_nothing_else_and_is_well_formed(tmp_path):
     heights = [float(point.partition(",")[2]) for point in curve.split()]
     assert heights == [0.0, 160.0, 160.0, 160.0]  # 65536, then 32768
     assert page.tags.count("circle") == 1
+    labels = page.text[page.text.index("loss scale") :]
+    assert [label for label in labels if label.strip()][:7] == [
+        "loss scale", "65536", "32768", "1", "2", "4", "optimizer step; dots: skipped",
+    ]  # fmt: skip
     data = re.search(r'<script type="application/json" id="report">(.*)</script>', source, re.S).group(1)
     assert json.loads(data)["steps"] == 4
     assert "Half precision is on: 100.0 % of the FLOPs ran in float16." in "".join(page.text)
     assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_a_constant_scale_needs_no_picture():
+    _, report = train("O1")
+    assert "<svg" not in report._repr_html_()
+    assert "the loss scale was 65536 throughout" in report._repr_html_()
+
+
+def test_each_scaler_has_a_curve_with_its_name():
+    report = amp.report()
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, num_losses=2, verbosity=0)
+    for scale in (1.0, float("inf")):
+        for loss_id in range(2):
+            with amp.scale_loss(model(torch.ones(2, 4)).sum() * scale, optimizer, loss_id) as scaled_loss:
+                scaled_loss.backward()
+        optimizer.step()
+    page = Page()
+    page.feed(report._repr_html_())
+    assert page.tags.count("polyline") == 2
+    assert [text for text in page.text if text.startswith("loss ")] == ["loss scale", "loss 0", "loss 1"]
+
+
+@pytest.mark.parametrize(
+    ("highest", "lowest", "expected"),
+    [
+        (2**16, 2**15, [2**16, 2**15]),
+        (2**24, 1, [2**24, 2**20, 2**16, 2**12, 2**8, 2**4, 1]),
+        (2**17, 2**7, [2**17, 2**15, 2**13, 2**11, 2**9, 2**7]),
+        (1000, 100, [512, 256, 128]),
+        (100, 70, [100, 70]),
+    ],
+)
+def test_scales_that_are_labelled(highest, lowest, expected):
+    assert scale_labels(lowest, highest) == expected
 
 
 def test_json_and_text(tmp_path):
@@ -188,6 +229,18 @@ def test_a_report_whose_file_cannot_be_written_is_printed(monkeypatch, tmp_path)
     assert told.startswith("precision report: opt_level O1")
     assert told.endswith(f"could not be written to {tmp_path / 'r.html'}: No space left on device")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("no/such/r.html", "its folder does not exist"), ("folder", "it is a folder")]
+)
+def test_a_file_that_cannot_be_written_is_refused(tmp_path, name, reason):
+    (tmp_path / "folder").mkdir()
+    _, report = train("O1", steps=1)
+    path = tmp_path / name
+    with pytest.raises(OSError, match=re.escape(f"report.write({str(path)!r}) - {reason} - name a file that can be")):
+        report.write(path)
+    assert report.save(str(path)).endswith(f"could not be written to {path}: {reason}")
 
 
 def test_the_environment_names_a_file_that_can_be_written(monkeypatch):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from ampcompat.tools.check.mistakes import Mistake
 from ampcompat.tools.check.source import Source
-from ampcompat.tools.check.traps import after_block, arguments, in_block, numeric, without_block
+from ampcompat.tools.check.traps import after_block, arguments, cross_entropy, fills, in_block, without_block
 
 Trap = Callable[[Source], Iterator[Mistake]]
 
@@ -22,8 +22,8 @@ TRAPS: tuple[Trap, ...] = (
     after_block.backward_after_block,
     in_block.step_in_block,
     without_block.unscaled_backward,
-    numeric.banned_cross_entropy,
-    numeric.overflowing_fill,
+    cross_entropy.banned_cross_entropy,
+    fills.overflowing_fill,
 )
 
 __all__ = ["TRAPS", "Trap"]

@@ -5,16 +5,18 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from ampcompat.tools.check.assigned import certain_value
 from ampcompat.tools.check.bindings import dotted
 from ampcompat.tools.check.branches import asks_for_level, contradict
 from ampcompat.tools.check.calls import calls_by_function
-from ampcompat.tools.check.findings import WARNING
 from ampcompat.tools.check.mistakes import Grade, Mistake
-from ampcompat.tools.check.settings import Setting
-from ampcompat.tools.check.source import Source
+from ampcompat.tools.check.source import Source, called
 from ampcompat.tools.check.traps.blocks import CLIPS, block_above, blocks_by_function, follows_a_block, yielded
-from ampcompat.tools.check.traps.grades import with_masters, with_masters_or_scale
+from ampcompat.tools.check.traps.grades import perhaps_with_masters, with_masters, with_masters_or_scale
 from ampcompat.tools.check.traps.models import is_initialized_by_class
+
+#: What makes a list of its last argument, or leaves out some of it.
+LISTS = ("list", "tuple", "set", "filter", "chain")
 
 
 def clip_of_model_params(source: Source) -> Iterator[Mistake]:
@@ -25,7 +27,7 @@ def clip_of_model_params(source: Source) -> Iterator[Mistake]:
     """
     note = "the optimizer steps master parameters, so that this changes nothing; clip amp.master_params(optimizer)"
     for call in source.calls_named(*CLIPS):
-        model = _model_of(call.args[0]) if call.args else ""
+        model = _model_of(source, call.args[0]) if call.args else ""
         grade = _grade_of_change(source, call, model) if model else None
         if grade is not None:
             yield Mistake(call, note, grade)
@@ -39,7 +41,7 @@ def edit_of_model_gradients(source: Source) -> Iterator[Mistake]:
     """
     note = "the optimizer steps masters, so that this changes nothing; edit amp.master_params(optimizer)"
     for loop in source.kind(ast.For):
-        model = _model_of(loop.iter)
+        model = _model_of(source, loop.iter)
         names = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
         edit = next((node for node in source.within(loop) if _edited(node) in names), None)
         grade = _grade_of_change(source, loop, model) if model and edit is not None else None
@@ -47,35 +49,58 @@ def edit_of_model_gradients(source: Source) -> Iterator[Mistake]:
             yield Mistake(edit, note, grade)
 
 
-def _model_of(node: ast.expr) -> str:
-    """The model whose ``parameters()`` or ``named_parameters()`` an expression is; ``"?"`` if it has no name."""
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-        return ""
-    return (dotted(node.func.value) or "?") if node.func.attr in ("parameters", "named_parameters") else ""
+def _model_of(source: Source, node: ast.expr | None) -> str:
+    """The model whose ``parameters()`` or ``named_parameters()`` an expression is, or lists or filters.
+
+    ``"?"`` if the model has no name, and "" if the expression is something else.
+    """
+    while node is not None:
+        if isinstance(node, ast.Name):
+            node = certain_value(source, node)
+        elif isinstance(node, ast.ListComp | ast.GeneratorExp):
+            node = node.generators[0].iter
+        elif isinstance(node, ast.BinOp):  # a sum of lists
+            node = node.left
+        elif not isinstance(node, ast.Call):
+            return ""
+        elif called(node) in ("parameters", "named_parameters"):
+            return _owner(node) or "?"
+        else:
+            node = node.args[-1] if node.args and called(node) in LISTS else None
+    return ""
+
+
+def _owner(call: ast.Call) -> str:
+    """The name of the object whose method is called."""
+    return dotted(call.func).rpartition(".")[0]
 
 
 def _grade_of_change(source: Source, node: ast.expr | ast.stmt, model: str) -> Grade | None:
     """How bad it is that ``node`` changes gradients of ``model``; None where that may be before masters get theirs.
 
-    A function that handles the gradients of masters too has a branch for each precision, and code under a test of the
-    level knows what it does.
+    A function that does the same to the gradients of masters has a branch for each precision, and code under a test of
+    the level knows what it does.
     """
     if source.bindings.is_native:  # it has no masters
         return None
     scope = source.scope(node)
-    knows_masters = any(source.scope(call) is scope for call in source.calls_to("apex.amp.master_params"))
-    if knows_masters or asks_for_level(source, node):
+    if _does_so_with_masters(source, node) or asks_for_level(source, node):
         return None
     if follows_a_block(source, node) or is_initialized_by_class(source, node, model):
         return with_masters
     is_given = source.is_parameter(model.partition(".")[0], node)
     is_called_after = any(follows_a_block(source, call) for call in calls_by_function(source).get(scope, []))
-    return _perhaps_with_masters if is_given and is_called_after else None
+    return perhaps_with_masters if is_given and is_called_after else None
 
 
-def _perhaps_with_masters(setting: Setting) -> str | None:
-    """A warning where the optimizer steps masters, if a function is given the model that they belong to."""
-    return WARNING if with_masters(setting) else None
+def _does_so_with_masters(source: Source, node: ast.expr | ast.stmt) -> bool:
+    """Whether the function around a change of gradients takes masters, for something else than a clip if it is none."""
+    for call in source.calls_to("apex.amp.master_params"):
+        around = source.parents.get(call)
+        is_for_clip = isinstance(around, ast.Call) and called(around) in CLIPS
+        if source.scope(call) is source.scope(node) and (isinstance(node, ast.Call) or not is_for_clip):
+            return True
+    return False
 
 
 def _edited(node: ast.AST) -> str:

@@ -13,6 +13,11 @@ def with_masters(setting: Setting) -> str | None:
     return ERROR if setting.masters else None
 
 
+def perhaps_with_masters(setting: Setting) -> str | None:
+    """A warning where the optimizer steps masters, if the code does not prove that they are of that model."""
+    return WARNING if with_masters(setting) else None
+
+
 def with_scale(setting: Setting) -> str | None:
     """An error where gradients are multiplied by the loss scale."""
     if setting.is_scaled is None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampcompat.tools.check.bindings import dotted
+from ampcompat.tools.check.bindings import dotted, parameters
 from ampcompat.tools.check.branches import contradict
-from ampcompat.tools.check.calls import calls_by_function, function_of
+from ampcompat.tools.check.calls import Definition, calls_by_function, function_of
 from ampcompat.tools.check.mistakes import Mistake
 from ampcompat.tools.check.source import Source, argument, called, once
 from ampcompat.tools.check.traps.blocks import CLIPS, With, blocks_by_function
 from ampcompat.tools.check.traps.grades import with_masters_or_scale, with_scale
+
+#: Calls of functions in functions that are followed until a step is given up.
+MOST_CALLS = 3
 
 
 def clip_of_scaled_gradients(source: Source) -> Iterator[Mistake]:
@@ -55,23 +58,57 @@ def _clips_by_function(source: Source) -> dict[ast.AST, list[ast.Call]]:
 
 def step_in_block(source: Source) -> Iterator[Mistake]:
     """``optimizer.step()`` inside its ``scale_loss`` block: gradients are unscaled at its end."""
+    note = "gradients are unscaled at the end of the scale_loss block, and this is refused; step after it"
     for block in source.scaled_blocks():
-        stepped = _optimizers(block)
+        optimizers = _optimizers(block)
         for node in source.within(block):
-            name = dotted(node.func) if isinstance(node, ast.Call) else ""
-            if name.removesuffix(".step") in stepped and name.endswith(".step"):
-                note = "gradients are unscaled at the end of the scale_loss block, and this is refused; step after it"
+            if not isinstance(node, ast.Call):
+                continue
+            steps = _steps(source, node, optimizers, MOST_CALLS)
+            if any(not contradict(source, block, step) for step in steps):
                 yield Mistake(node, note, with_masters_or_scale)
 
 
-def _optimizers(block: With) -> set[str]:
+def _steps(source: Source, call: ast.Call, optimizers: frozenset[str], most_calls: int) -> list[ast.Call]:
+    """The steps of some optimizers that a call is, or that it runs by functions of the same file."""
+    if called(call) == "step" and dotted(call.func).removesuffix(".step") in optimizers:
+        return [call]
+    function = function_of(source, call)
+    has_own_block = function in blocks_by_function(source)  # it may step after that
+    if function is None or has_own_block or not most_calls:
+        return []
+    return _steps_in(source, function, _named_in(function, call, optimizers), most_calls - 1)
+
+
+@once
+def _steps_in(source: Source, function: Definition, optimizers: frozenset[str], most_calls: int) -> list[ast.Call]:
+    """The steps of some optimizers that a function makes."""
+    steps: dict[ast.Call, None] = {}
+    for node in source.within(function):
+        if isinstance(node, ast.Call) and optimizers:
+            steps.update(dict.fromkeys(_steps(source, node, optimizers, most_calls)))
+    return list(steps)
+
+
+def _named_in(function: Definition, call: ast.Call, optimizers: frozenset[str]) -> frozenset[str]:
+    """The names that a function has for what its caller calls ``optimizers``: its parameters, and attributes."""
+    names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
+    if isinstance(call.func, ast.Attribute):  # `self`
+        names = names[1:]
+    given = dict(zip(names, call.args, strict=False))
+    given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
+    kept = {name for name in optimizers if name.partition(".")[0] not in parameters(function) - {"self"}}
+    return frozenset(kept | {name for name, value in given.items() if dotted(value) in optimizers})
+
+
+def _optimizers(block: With) -> frozenset[str]:
     """The names of the optimizers that a block is given."""
     found: set[str] = set()
     for item in block.items:
         given = argument(item.context_expr, 1, "optimizers") if isinstance(item.context_expr, ast.Call) else None
         listed = given.elts if isinstance(given, ast.List | ast.Tuple) else [given]
         found |= {dotted(optimizer) for optimizer in listed}
-    return found - {""}
+    return frozenset(found - {""})
 
 
 def backward_of_wrong_loss(source: Source) -> Iterator[Mistake]:

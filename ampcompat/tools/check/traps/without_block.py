@@ -1,26 +1,29 @@
-"""The trap of a backward pass in a file that has no block of ``amp.scale_loss``."""
+"""The trap of a backward pass without a block of ``amp.scale_loss``."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
+from ampcompat.tools.check.bindings import dotted
 from ampcompat.tools.check.branches import is_without_amp
 from ampcompat.tools.check.findings import WARNING
 from ampcompat.tools.check.mistakes import Mistake
 from ampcompat.tools.check.settings import Setting, initializations
 from ampcompat.tools.check.source import Source, argument
-from ampcompat.tools.check.traps.grades import with_masters
+from ampcompat.tools.check.traps.blocks import blocks_by_function, follows_a_block, yielded
+from ampcompat.tools.check.traps.grades import perhaps_with_masters, with_masters
 
 #: Parts of names by which a file may scale losses in another way than by a ``with`` statement.
-OTHER_SCALING = ("scale_loss", "loss_scalers", "_amp_backward", "unscale", "FP16_Optimizer", "GradScaler")
+OTHER_SCALING = ("scale_loss", "loss_scaler", "_amp_backward", "unscale", "FP16_Optimizer", "GradScaler")
 
 
 def unscaled_backward(source: Source) -> Iterator[Mistake]:
-    """``loss.backward()`` in a file that initializes an optimizer, and scales no loss anywhere.
+    """``loss.backward()`` in a file that initializes an optimizer and scales no loss, or below the block of another.
 
     With masters nothing is trained: they get their gradients at the end of a block.
     """
+    yield from _after_a_block(source)
     calls = [call for call in initializations(source) if _has_optimizer(call)]
     if not calls or _scales_otherwise(source):
         return
@@ -33,6 +36,19 @@ def unscaled_backward(source: Source) -> Iterator[Mistake]:
         is_near = _part_around(source, backward) in initializing
         # Code further away may be called where amp is off.
         yield Mistake(backward, note, _with_masters_perhaps_with_scale if is_near else _at_most_a_warning)
+
+
+def _after_a_block(source: Source) -> Iterator[Mistake]:
+    """A second backward pass below a block, as of a loss for adversarial inputs."""
+    note = "this loss has no scale_loss block, so that masters get no gradients of it; give it one of its own"
+    blocks = [block for found in blocks_by_function(source).values() for block in found]
+    scaled = {name for block in blocks for name in yielded(block)}
+    for backward in source.calls_named("backward"):
+        loss = dotted(backward.func).rpartition(".")[0]
+        if not loss or loss in scaled or backward.args or is_without_amp(source, backward):
+            continue
+        if follows_a_block(source, backward) and not source.bindings.is_native:
+            yield Mistake(backward, note, perhaps_with_masters)
 
 
 def _scales_otherwise(source: Source) -> bool:

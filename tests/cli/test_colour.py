@@ -1,7 +1,6 @@
-"""Colours where a terminal shows them and nowhere else; completion scripts."""
+"""Colours where a terminal shows them and nowhere else."""
 
 import io
-import subprocess
 import sys
 
 import pytest
@@ -58,45 +57,3 @@ def test_verdicts_of_check_and_diffs_of_migrate(monkeypatch, tmp_path):
     assert f"{RED}-from apex import amp{OFF}" in diff
     assert f"{GREEN}+from ampcompat import amp{OFF}" in diff
     assert f"{CYAN}@@" in diff
-
-
-# -- completion ----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
-def test_completion_scripts_list_commands_and_options(capsys, shell):
-    pytest.importorskip("shtab")
-    with pytest.raises(SystemExit) as end:
-        main(["--print-completion", shell])
-    assert end.value.code == 0
-    script = capsys.readouterr().out
-    for word in ("parity", "migrate", "env", "keep-fp32", "opt-level"):
-        assert word in script
-
-
-def test_bash_completes_with_it(capsys, tmp_path):
-    pytest.importorskip("shtab")
-    with pytest.raises(SystemExit):
-        main(["--print-completion", "bash"])
-    (tmp_path / "train.py").write_text("")
-    ask = """
-COMP_WORDS=(ampcompat {words}); COMP_CWORD={last}; COMPREPLY=()
-$(complete -p ampcompat | sed 's/.*-F \\([^ ]*\\).*/\\1/') ampcompat "${{COMP_WORDS[COMP_CWORD]}}" ''
-echo "${{COMPREPLY[@]}}"
-"""
-    script = capsys.readouterr().out
-
-    def completed(*words):
-        line = script + ask.format(words=" ".join(words), last=len(words))
-        return subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True).stdout.split()
-
-    assert completed("par") == ["parity"]
-    assert completed("run", "--opt-l") == ["--opt-level"]
-    assert completed("run", "--opt-level", "O") == ["O0", "O1", "O2", "O3", "O4", "O5"]
-    assert completed("run", "tr") == ["train.py"]
-
-
-def test_without_shtab_the_extra_is_named(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    with pytest.raises(SystemExit) as end:
-        main(["--print-completion", "bash"])
-    assert end.value.code == 2
-    assert "it needs shtab - pip install 'ampcompat[completion]'" in capsys.readouterr().err

@@ -1,0 +1,102 @@
+"""Notice that an optimizer which amp does not know steps with gradients that a block has left scaled."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+
+from ampcompat import _torch
+from ampcompat._state import state
+from ampcompat.amp.scaling.exchange import inner_optimizers
+from ampcompat.amp.scaling.gradients import OpenBlock
+from ampcompat.amp.scaling.mistakes import warn_of
+from ampcompat.amp.scaling.unscaling import entries_of
+
+#: The gradient of each tensor, by the id of the tensor, and its version.
+Gradients = dict[int, tuple[torch.Tensor, int]]
+
+
+class _Scaled(NamedTuple):
+    """A gradient that a block has left scaled.
+
+    Attributes:
+        grad: The gradient.
+        version: Its version then.
+        largest: Its largest magnitude then: what is written through ``data`` moves no version. None for half weights
+            with masters, of which there are thousands.
+        scale: What it is multiplied by.
+    """
+
+    grad: weakref.ref[torch.Tensor]
+    version: int
+    largest: torch.Tensor | None
+    scale: torch.Tensor
+
+    def is_as_it_was(self, grad: torch.Tensor) -> bool:
+        """Whether ``grad`` is this gradient, still scaled; False where zero, inf or NaN do not tell.
+
+        Host syncs, unless it is another gradient or version.
+        """
+        if _torch.tensor_of(self.grad) is not grad or grad._version != self.version or self.scale.item() == 1:
+            return False
+        if self.largest is None:
+            return True
+        return 0 < self.largest.item() < float("inf") and torch.equal(_largest(grad), self.largest)
+
+
+class ScaledForNone:
+    """Gradients that blocks have given to models under amp, in tensors that no optimizer under amp steps.
+
+    Blocks unscale the gradients of their optimizers: these stay multiplied by the loss scale. So do those of half
+    weights, whose masters have the unscaled ones.
+    """
+
+    def __init__(self) -> None:
+        self._scaled: dict[int, _Scaled] = {}  # by the id of the tensor; that of the gradient tells whether it is valid
+
+    def before(self) -> Gradients:
+        """The gradients of tensors that no optimizer under amp holds, before a backward pass."""
+        return {id(param): (param.grad, param.grad._version) for param in _held_by_none() if param.grad is not None}
+
+    def after(self, block: OpenBlock, before: Gradients) -> None:
+        """Note those that ``block`` has given since."""
+        if block.scale is None:
+            return
+        for param in _held_by_none():
+            grad = param.grad
+            known, version = before.get(id(param), (None, 0))
+            if grad is not None and (grad is not known or grad._version != version):
+                self._scaled[id(param)] = _Scaled(weakref.ref(grad), grad._version, _largest(grad), block.scale)
+        for master in block.leaves.masters:
+            grad = master.half.grad
+            if grad is not None:
+                self._scaled[id(master.half)] = _Scaled(weakref.ref(grad), grad._version, None, block.scale)
+
+    def look(self, optimizer: Any) -> None:
+        """Warn if ``optimizer``, which begins a step, uses one of them, and does not step by one that amp knows."""
+        if torch.compiler.is_compiling() or not self._scaled or "_amp_stash" in vars(optimizer):
+            return
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            scaled = self._scaled.get(id(param))
+            if scaled is None or param.grad is None or not scaled.is_as_it_was(param.grad):
+                continue
+            steps_by_known = any("_amp_stash" in vars(inner) for inner in inner_optimizers(optimizer))
+            if not steps_by_known:
+                warn_of("unknown optimizer", name=type(optimizer).__name__)
+            return
+
+
+def _held_by_none() -> list[torch.Tensor]:
+    """The trainable parameters of models under amp that no optimizer under amp holds."""
+    held = {key for optimizer in state.optimizers.listed() for key in optimizer._amp_stash.leaves.ids()}
+    modules = dict.fromkeys(module for model in state.models.live for module in model.modules())
+    params = [param for module in modules for param in module._parameters.values() if param is not None]
+    return [param for param in params if param.requires_grad and id(param) not in held]
+
+
+@torch.no_grad()
+def _largest(grad: torch.Tensor) -> torch.Tensor:
+    entries = entries_of(_torch.local_part(grad))
+    return entries.abs().amax() if entries.numel() else entries.new_zeros(())

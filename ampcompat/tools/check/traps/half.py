@@ -1,0 +1,172 @@
+"""What an expression tells of its dtype: whether it may be a half tensor, and whether it is a matrix product."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+
+from ampcompat.tools.check.assigned import certain_value, value_above
+from ampcompat.tools.check.source import Source, called, number
+
+#: Matrix products of two arguments, which O1 casts to half.
+PRODUCTS = {"matmul", "bmm"}
+#: Methods and functions that leave no half tensor, modules that know none, and the dtypes' names.
+WIDENS = {"float", "double", "item", "cpu", "numpy", "to_float", "len"}
+PLAIN_MODULES = {"np", "numpy", "math"}
+WIDE = ("float32", "float64")
+#: Methods that leave no floating tensor.
+COUNTS = {"long", "int", "bool", "argmax"}
+#: Functions of torch that make a tensor: of float32 or of integers, unless they are given a dtype.
+FACTORIES = {"zeros", "ones", "empty", "full", "rand", "randn", "arange", "linspace", "eye", "tensor", "from_numpy"}
+FACTORIES |= {"Tensor", "FloatTensor", "LongTensor", "randint", "randperm"}
+#: Functions, and methods, that O1 runs in float32.
+FLOAT_FUNCTIONS = {
+    "softmax",
+    "log_softmax",
+    "exp",
+    "log",
+    "pow",
+    "sum",
+    "cumsum",
+    "norm",
+    "cross_entropy",
+    "layer_norm",
+}
+#: What decides the dtype of its result, whatever it is called on.
+DECIDE = {"half", "type", "type_as", *PRODUCTS, *COUNTS, *FACTORIES, *FLOAT_FUNCTIONS}
+
+
+def may_be_half(source: Source, node: ast.expr) -> bool:
+    """Whether an expression may be a half tensor: it has a variable and nothing tells that it has another dtype."""
+    names = [name for name in source.within(node) if isinstance(name, ast.Name)]
+    if not names or has(source, node, _is_wide) or _has_other_dtype(source, node):
+        return False
+    return not any(_is_made_wide(source, name) for name in names)
+
+
+def has(source: Source, node: ast.AST, wanted: Callable[[ast.AST], bool]) -> bool:
+    """Whether a part of ``node``, or itself, is ``wanted``."""
+    return any(map(wanted, source.within(node)))
+
+
+def words(node: ast.AST) -> str:
+    """The name of a variable, an attribute or a keyword, or the text of a string."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    word = getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "arg", None)
+    return word if isinstance(word, str) else ""
+
+
+def names_half(dtype: ast.expr) -> bool:
+    """Whether the name of a dtype is that of float16."""
+    return words(dtype) in ("half", "float16")
+
+
+def is_product(source: Source, node: ast.expr | None) -> bool:
+    """Whether ``node`` is a matrix product, perhaps divided or multiplied, or a name that is given one just before."""
+    while node is not None:
+        if isinstance(node, ast.Name):
+            node = value_above(source, node)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult):
+            node = node.left
+        elif isinstance(node, ast.BinOp):
+            return isinstance(node.op, ast.MatMult)
+        else:
+            return isinstance(node, ast.Call) and called(node) in PRODUCTS
+    return False
+
+
+def is_without_casts(source: Source, node: ast.AST) -> bool:
+    """Whether ``node`` stands in a block that switches casts off."""
+    for block in source.ancestors(node):
+        entries = [item.context_expr for item in block.items] if isinstance(block, ast.With) else []
+        if any(isinstance(entry, ast.Call) and called(entry) in ("disable_casts", "autocast") for entry in entries):
+            return True
+    return False
+
+
+def _is_made_wide(source: Source, name: ast.Name) -> bool:
+    """Whether the last assignment above makes a name float32, in every case: ``scores = scores.float()``."""
+    value = certain_value(source, name)
+    if not isinstance(value, ast.Call):
+        return False
+    is_cast = called(value) == "to" and has(source, value, _names_wide_dtype)
+    return is_cast or called(value) in WIDENS
+
+
+def _is_wide(node: ast.AST) -> bool:
+    """Whether a node says float32 or numpy."""
+    if isinstance(node, ast.Call):
+        return called(node) in WIDENS
+    if isinstance(node, ast.Attribute) and words(node.value) in PLAIN_MODULES:
+        return True
+    return _names_wide_dtype(node)
+
+
+def _names_wide_dtype(node: ast.AST) -> bool:
+    return any(dtype in words(node) for dtype in WIDE)
+
+
+def _has_other_dtype(source: Source, node: ast.expr) -> bool:
+    """Whether a tensor comes from a factory without a half dtype, a comparison, or a method such as ``long()``."""
+    origin = _origin(source, node)
+    if not isinstance(origin, ast.Call):
+        return isinstance(origin, ast.Compare)
+    if called(origin) in FACTORIES and _is_of_torch(source, origin):
+        return not any(keyword.arg == "dtype" and _may_name_half(keyword.value) for keyword in origin.keywords)
+    return called(origin) in COUNTS
+
+
+def is_float32_under_casts(source: Source, node: ast.expr) -> bool:
+    """Whether a tensor comes from a function that O1 runs in float32."""
+    origin = _origin(source, node)
+    return isinstance(origin, ast.Call) and called(origin) in FLOAT_FUNCTIONS
+
+
+def _origin(source: Source, node: ast.expr) -> ast.expr:
+    """What an expression has its dtype from: ``torch.ones(n)`` of ``mask = torch.ones(n).triu()[None]``."""
+    while True:
+        before: ast.expr | None = None
+        if isinstance(node, ast.Name):
+            before = certain_value(source, node)
+        elif isinstance(node, ast.Subscript):
+            before = node.value
+        elif isinstance(node, ast.UnaryOp):
+            before = node.operand
+        elif isinstance(node, ast.BinOp):
+            before = _beside_number(node)
+        elif isinstance(node, ast.Call):
+            before = _same_dtype(source, node)
+        if before is None:
+            return node
+        node = before
+
+
+def _beside_number(node: ast.BinOp) -> ast.expr | None:
+    """The tensor that a number is added to or multiplied with; None where there are two tensors."""
+    if number(node.left) is not None:
+        return node.right
+    return node.left if number(node.right) is not None else None
+
+
+def _may_name_half(dtype: ast.expr) -> bool:
+    """Whether a dtype is float16 by its name, or that of some tensor."""
+    return names_half(dtype) or words(dtype) == "dtype"
+
+
+def _same_dtype(source: Source, call: ast.Call) -> ast.expr | None:
+    """The tensor whose dtype the result of a call has; None where that is not known."""
+    is_cast = called(call) == "to" and not has(source, call, _names_device)
+    if is_cast or called(call) in DECIDE:
+        return None
+    if _is_of_torch(source, call):
+        return call.args[0] if call.args else None
+    return call.func.value if isinstance(call.func, ast.Attribute) else None
+
+
+def _names_device(node: ast.AST) -> bool:
+    return any(device in words(node) for device in ("device", "cuda", "cpu"))
+
+
+def _is_of_torch(source: Source, call: ast.Call) -> bool:
+    return source.full_name(call.func).startswith("torch.")

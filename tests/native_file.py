@@ -1,0 +1,36 @@
+"""``native_amp.py``, the file that ``migrate --to native`` copies, as modules of their own."""
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Iterable
+from types import CodeType, ModuleType
+
+import pytest
+
+from ampcompat.tools.migrate.parts import PARTS, written
+
+
+class Text(importlib.abc.InspectLoader):
+    """Loads a module from its source, which is in no file."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+    def get_source(self, fullname: str) -> str:
+        """Return the source."""
+        return self.source
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Compile it under the name of the file that it is written to; else it is the code of no file."""
+        return compile(self.source, f"{fullname}.py", "exec")
+
+
+def native_amp(parts: Iterable[str] = PARTS) -> ModuleType:
+    """Return a new module of the file with ``parts``, with a state of its own, which ``import`` does not find."""
+    spec = importlib.util.spec_from_loader("native_amp", Text(written(parts)))
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "native_amp", module)  # dataclasses look there
+        spec.loader.exec_module(module)
+    return module
