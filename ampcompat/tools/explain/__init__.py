@@ -68,7 +68,6 @@ def explain_overflows(limit: int = LIMIT, *, stop: bool = False, json: bool = Fa
     observers().append(explainer)
     at_reset(at_end(end))
     at_reset(explainer.watch.stop)
-    at_reset(explainer.strangers.start())
 
 
 def last_words(tally: Tally, ranks: Ranks) -> list[Message]:

@@ -279,7 +279,7 @@ def _undefined_cure(event: Event, setting: Setting) -> str:
         return "the root of a negative number: clamp it at 0 before"
     if event.op in ("exp", "expm1", "sinh", "cosh"):
         return (
-            f"{event.op} of more than 88 is beyond float32 too: .clamp(max=20) on what goes into it; in a softmax by hand,"
+            f"{event.op} of more than 88 is beyond float32 too: .clamp(max=20) on what goes into it; for a softmax,"
             " subtract the maximum"
         )
     if "softmax" in event.op:

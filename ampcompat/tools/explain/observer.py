@@ -33,15 +33,13 @@ from ampcompat.tools.core import (
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.forwards import Block, BufferCopies, Forward
 from ampcompat.tools.explain.growth import Grown
-from ampcompat.tools.explain.hints import is_singular
 from ampcompat.tools.explain.messages import Message
 from ampcompat.tools.explain.numbers import not_representable, optimizer_name
 from ampcompat.tools.explain.ops import GRADIENTS, is_too_large_unscaled, op_fault
-from ampcompat.tools.explain.probe import ARGUMENT, Event
+from ampcompat.tools.explain.probe import Event
 from ampcompat.tools.explain.ranks import Ranks
 from ampcompat.tools.explain.replay import Finding, replay, runs_alone
 from ampcompat.tools.explain.steps import Steps
-from ampcompat.tools.explain.strangers import Strangers
 from ampcompat.tools.explain.tally import Tally, Unknown
 from ampcompat.tools.explain.watch import Watch
 from ampcompat.tools.frames import hide_tools
@@ -109,7 +107,6 @@ class OverflowExplainer:
         self.tally = tally
         self.watch = Watch()
         self.ranks = Ranks()
-        self.strangers = Strangers()
         self.left = limit
         self.left_to_run_again = MOST_RUN_AGAIN
         self.steps: weakref.WeakKeyDictionary[Optimizer, Steps] = weakref.WeakKeyDictionary()
@@ -187,8 +184,6 @@ class OverflowExplainer:
         block, self.block = self.block, None
         if not optimizers:
             self.watch.after_step(self)  # such a block is for the gradient of an input: no step follows
-        if block is not None:
-            self.strangers.after_block(block)
         if block is None or scaler.dynamic or self._is_lost(optimizers):
             return
         grads = _lost_gradients(optimizers)
@@ -387,8 +382,6 @@ class OverflowExplainer:
             return self.lost_by
         fault = op_fault(event, block.scale, block.scaler.dynamic, self._origin_of_weight(event), self._growth())
         fault = self._after_too_large(fault)
-        if not is_singular(event) and event.op not in ("input", "buffer", ARGUMENT):
-            self.strangers.blame(fault)
         self._note_lost(lost, fault.key)
         if event.depends_on_scale and not lost.is_fault and not self.tally.is_known(fault.key):
             self.tally.hold(fault.key, fault.message(lost.head, lost.number), fault.cause)

@@ -175,7 +175,7 @@ CURES = {
     half_too_early: r"cast it where it is small again: half\(\) after what makes it smaller; here it reaches",
     vae_in_half: r"\.float\(\) on what goes into exp, and \.half\(\) on what comes of it",
     vae_beyond_float32: r"\.clamp\(max=(\d+)\) on what goes into it",
-    optimizer_that_amp_does_not_know: r"give amp\.initialize the SGD that steps second\.weight",
+    optimizer_that_amp_does_not_know: r"give amp\.initialize each optimizer that steps the model, and scale_loss",
     mask: r"write (\S+) in place of it",
     infinite_mask: r"write (\S+) in place of -inf",
     eps: r"use an eps of (\S+) or more",
@@ -202,6 +202,7 @@ def explained(script, cure):
 
 
 @pytest.mark.on_cpu
+@pytest.mark.filterwarnings("ignore:SGD.step\\(\\) with gradients that a scale_loss block has left:UserWarning")
 @pytest.mark.parametrize("script", CURES, ids=lambda script: script.__name__)
 def test_the_first_hint_works(script, capsys):
     verdict = explained(script, None)
