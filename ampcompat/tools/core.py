@@ -96,6 +96,11 @@ def overflowed_scalers(optimizer: Optimizer) -> list[LossScaler]:
     return list(dict.fromkeys(scaler for scaler, flag in flags if scaler is not None and bool(flag.item())))
 
 
+def has_unknown_optimizer() -> bool:
+    """Whether it was warned of an optimizer that is not under amp and steps with gradients that are not unscaled."""
+    return "unknown optimizer" in state.warned
+
+
 def has_old_gradients(optimizer: Optimizer) -> bool:
     """In ``on_step``: whether an earlier overflow may have left gradients that the step looked at itself."""
     is_suspect: bool = optimizer._amp_stash.suspect

@@ -39,13 +39,15 @@ def compiler() -> str | None:
 def built() -> Path:
     """The library, compiled for this torch unless it has been."""
     torch_home = Path(torch.__file__).parent
-    command = [
-        *(compiler(), "-std=c++20", "-O1", "-w", "-shared", "-fPIC", str(SOURCE)),
-        f"-I{torch_home / 'include'}",
+    options = [
+        *("-std=c++20", "-O1", "-w", "-shared", "-fPIC"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-        *(f"-L{torch_home / 'lib'}", f"-Wl,-rpath,{torch_home / 'lib'}", "-ltorch_cpu", "-lc10"),
     ]
-    key = hashlib.sha256(f"{command} {torch.__version__}".encode() + SOURCE.read_bytes()).hexdigest()[:16]
+    # Not of the folder of torch: the library finds the torch that the process has loaded, wherever that is installed.
+    made_of = f"{compiler()} {options} {torch.__version__}".encode() + SOURCE.read_bytes()
+    key = hashlib.sha256(made_of).hexdigest()[:16]
+    places = [f"-I{torch_home / 'include'}", f"-L{torch_home / 'lib'}", "-ltorch_cpu", "-lc10"]
+    command = [compiler(), *options, str(SOURCE), *places]
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ampcompat-tests"
     path = cache / f"emulated_cuda-{key}.so"
     if not path.exists():

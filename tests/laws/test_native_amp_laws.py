@@ -9,11 +9,10 @@ import io
 import math
 import pprint
 
-import law_profiles  # noqa: F401 - loads the profile
 import programs
 import pytest
 import torch
-from hypothesis import settings
+from law_profiles import seeds
 from native_file import native_amp
 from reference_amp import Raised, Reference
 from test_training_laws import SHARED, STALE, TOGETHER, block, check, clear, step
@@ -315,7 +314,7 @@ def shortened(program):
 
 
 @pytest.mark.filterwarnings("ignore:.*forward never ran:UserWarning")
-@pytest.mark.parametrize("seed", range(settings().max_examples))
+@pytest.mark.parametrize("seed", seeds())
 def test_a_program(seed):
     program = generate(seed)
     try:

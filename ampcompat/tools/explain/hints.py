@@ -18,6 +18,8 @@ from ampcompat.tools.tensors import LARGEST, LEAST
 _DIVISIONS = ("div", "div_", "reciprocal", "rsqrt", "pow", "true_divide")
 #: Functions of torch that are called by these names, and that casts of functions reach.
 _FUNCTIONS = ("matmul", "bmm", "mm", "baddbmm", "einsum", "exp", "pow", "sum", "mean", "norm", "cumsum", "square")
+#: Functions that only change the dtype.
+CASTS = ("to", "float", "half", "bfloat16", "type")
 _MASKS = ("mul", "mul_", "add", "sub", "rsub", "masked_fill", "masked_fill_", "full", "fill_", "where", "_to_copy")
 _MULTIPLICATIONS = ("mul", "mul_", "div", "div_", "add", "add_", "addmm", "baddbmm")
 #: Nodes of functions whose gradient is infinite at the ends of their range.
@@ -29,6 +31,8 @@ _OF_GIVEN = {
     "buffer": "running statistics of a batch that was not finite, or an average: look at what writes it, and reset it",
     ARGUMENT: "look at what makes that tensor",
 }
+#: How many times larger the gradients of other batches may be, at a static scale.
+HEADROOM = 4
 _BFLOAT16_LEVELS = "/".join(repr(name) for name, row in LEVELS.items() if row.half_dtype == torch.bfloat16)
 BFLOAT16 = f"AMPCOMPAT_DTYPE=bfloat16 (or opt_level={_BFLOAT16_LEVELS}): bfloat16 reaches as far as float32"
 
@@ -99,7 +103,7 @@ def _cures(event: Event, setting: Setting) -> list[str]:
         return _of_mask(mask, event, setting)
     eps = _eps_lost_in_half(event)
     if eps is not None and setting.half == "float16":
-        larger = f"eps={eps:g} is 0 in float16, whose least number is {LEAST:.0e}: use an eps of 1e-6 or more"
+        larger = f"eps={eps:g} is 0 in float16, whose least number is {LEAST:.0e}: use an eps of 1e-4 or more"
         return [larger, *_in_float32(event, setting)]
     if event.is_undefined:
         return _undefined(event, setting)
@@ -108,13 +112,20 @@ def _cures(event: Event, setting: Setting) -> list[str]:
     if event.backward:
         return _too_large_backward(event, setting)
     bfloat16 = [BFLOAT16] if setting.half == "float16" else []
+    if event.place.function in CASTS and _is_of_script(event):
+        return [_cast_later(event), *bfloat16]
     return [*_smaller_inputs(event), *_smaller_constant(event), *_in_float32(event, setting), *bfloat16]
+
+
+def _cast_later(event: Event) -> str:
+    largest = "" if event.value is None else f"; here it reaches {event.value:.3g}"
+    return f"cast it where it is small again: {event.place.function}() after what makes it smaller{largest}"
 
 
 def _of_mask(fill: float, event: Event, setting: Setting) -> list[str]:
     if event.is_undefined:
-        return [f"write torch.finfo(scores.dtype).min in place of {fill:g}"]
-    finite = f"{fill:g} is -inf in {setting.half or 'float16'}: write torch.finfo(scores.dtype).min in place of it"
+        return [f"write -1e4 in place of {fill:g}: a row in which everything is masked then stays finite"]
+    finite = f"{fill:g} is -inf in {setting.half or 'float16'}: write -1e4 in place of it"
     return [finite, *_in_float32(event, setting)]
 
 
@@ -210,7 +221,7 @@ def _too_large_backward(event: Event, setting: Setting) -> list[str]:
     smaller_loss = "a smaller loss (a mean in place of a sum, a smaller factor on it)"
     if event.value is None:
         return [smaller_loss, *_in_float32(event, setting), BFLOAT16]
-    plain = event.value / setting.scale
+    plain = max(event.value / setting.scale, event.largest_gradient or 0.0)
     if plain > LARGEST:
         return [
             f"{smaller_loss}: even without the loss scale the gradient is {plain:.3g}",
@@ -220,8 +231,9 @@ def _too_large_backward(event: Event, setting: Setting) -> list[str]:
         ]
     fits = 2.0 ** math.floor(math.log2(LARGEST / plain)) if plain else setting.scale
     if not setting.dynamic:
+        fits /= HEADROOM
         return [
-            f"loss_scale={_plain(fits)} or less: without {_plain(setting.scale)}, the gradient is {plain:.3g};"
+            f"loss_scale={_plain(fits)} or less: without {_plain(setting.scale)}, the largest gradient is {plain:.3g};"
             " loss_scale='dynamic' finds one",
             *_in_float32(event, setting),
         ]
@@ -240,7 +252,7 @@ def _plain(scale: float) -> str:
 
 # -- what float32 does not hold either, with the same inputs -----------------------------------------------------------
 def _undefined(event: Event, setting: Setting) -> list[str]:
-    found = [_undefined_cure(event)]
+    found = [_undefined_cure(event, setting)]
     if setting.half and not event.backward:
         found.append(
             f"if it is finite with --opt-level O0, {setting.half} rounded its inputs: keep in float32 what makes them"
@@ -248,27 +260,30 @@ def _undefined(event: Event, setting: Setting) -> list[str]:
     return found
 
 
-def _undefined_cure(event: Event) -> str:
+def _undefined_cure(event: Event, setting: Setting) -> str:
     function = event.place.function
     node = event.node
     if event.backward and (node.startswith(_ROOTS) or "norm" in function):
-        return f"the gradient of {function or 'this'} at 0 is not finite: add an eps inside, as in (x + 1e-6).sqrt()"
+        return f"the gradient of {function or 'this'} at 0 is not finite: add an eps inside, as in (... + 1e-6).sqrt()"
     if event.backward and node.startswith(_ENDS):
         return f"the gradient of {function} at the end of its range is not finite: clamp its input a little inside"
     if _is_logarithm(event):
         wide = ".float()" if event.dtype in HALF_DTYPES else ""
-        of_zero = f"F.log_softmax(x) if it is of a softmax, or log(x{wide}.clamp_min(1e-6))"
-        return _stable_form(event) or f"the logarithm of 0 (or of less): {of_zero}"
+        return _stable_form(event) or f"the logarithm of 0 (or of less): {wide}.clamp_min(1e-6) on what goes into it"
     if event.op in _DIVISIONS:
         zeros = event.denominators
         count = f" ({zeros} zero{'s' if zeros > 1 else ''})" if zeros else ""
-        return f"a division by zero{count}: add an eps to the denominator, or F.normalize(x, eps=1e-6)"
+        eps = "1e-3" if setting.half == "float16" else "1e-6"  # the gradient is multiplied by its reciprocal
+        return f"a division by zero{count}: add an eps to the denominator, as in / (... + {eps})"
     if event.op in ("sqrt", "rsqrt"):
         return "the root of a negative number: clamp it at 0 before"
     if event.op in ("exp", "expm1", "sinh", "cosh"):
-        return "exp of more than 88 is beyond float32 too: subtract the maximum before, or clamp"
+        return (
+            f"{event.op} of more than 88 is beyond float32 too: .clamp(max=20) on what goes into it; for a softmax,"
+            " subtract the maximum"
+        )
     if "softmax" in event.op:
-        return "a row of -inf alone (everything is masked): mask with torch.finfo(x.dtype).min"
+        return "a row of -inf alone (everything is masked): mask with -1e4 in place of -inf"
     return "float32 gives no finite result with these inputs either: look at the values that go in"
 
 

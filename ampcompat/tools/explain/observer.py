@@ -355,6 +355,8 @@ class OverflowExplainer:
             if finding.event is not None:
                 key = self._lose_to(lost, finding.event, forward.block or lost.block)
                 self.tally.find(lost.unknown.what, key, was_watched=False)
+                if finding.event.op in ("input", "buffer"):
+                    self.watch.arm()  # it shows what makes such an input, or writes the buffer
                 return
         self.silent_skips += 1
         steps = 0

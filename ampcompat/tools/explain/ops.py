@@ -6,18 +6,17 @@ import math
 
 import torch
 
-from ampcompat.tools.core import LEVELS, latest_call
+from ampcompat.tools.core import LEVELS, has_unknown_optimizer, latest_call
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.growth import Grown
-from ampcompat.tools.explain.hints import Setting, has_stable_form, hints, is_module_of_torch, is_singular
+from ampcompat.tools.explain.hints import CASTS, Setting, has_stable_form, hints, is_module_of_torch, is_singular
 from ampcompat.tools.explain.probe import ARGUMENT, GIVEN, Event
 from ampcompat.tools.tensors import LARGEST
 
 #: The key of gradients that are too large: as the scale falls, they are found in one op after the other.
 GRADIENTS = "gradients"
-#: Functions that only change the dtype.
-_CASTS = ("", "to", "float", "half", "bfloat16", "type", "_to_copy", "copy_")
+_CASTS = ("", *CASTS, "_to_copy", "copy_")
 
 
 def op_fault(event: Event, scale: float, dynamic: bool, origin: str, growth: Grown | None) -> Fault:
@@ -36,18 +35,25 @@ def op_fault(event: Event, scale: float, dynamic: bool, origin: str, growth: Gro
     details = [("pass", "backward" if event.backward else "forward"), ("largest", _largest(event))]
     if event.spread is not None and event.spread != event.place:
         details.append(("then", _spread(event)))
+    cures = hints(event, _setting(scale, dynamic, origin, growth))
     is_of_growth = growth is not None and not has_stable_form(event)
     cause = growth.cause if growth is not None and is_of_growth else _cause(event)
+    key = _key(event, cause, is_of_growth)
+    may_be_of_unknown_optimizer = event.op not in ("input", "buffer", ARGUMENT) and not is_singular(event)
+    if may_be_of_unknown_optimizer and has_unknown_optimizer():
+        growth = None  # such steps are too long by the loss scale
+        key = cause = "steps of an optimizer that amp.initialize was not given"
+        cures = ["give amp.initialize each optimizer that steps the model, and scale_loss: it unscales their gradients"]
     return Fault(
         what=_what(event),
         where=_where(event),
         cause=cause,
-        key=_key(event, cause, is_of_growth),
+        key=key,
         number=event.value,
         line=event.place.line,
         details=details,
         growth=growth,
-        hints=hints(event, _setting(scale, dynamic, origin, growth)),
+        hints=cures,
         facts={
             "op": event.op,
             "module": event.place.module,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -64,12 +65,12 @@ def replay(forward: Forward, model: torch.nn.Module, backward: bool) -> Finding:
 
 def _largest_unscaled(
     places: Places, model: torch.nn.Module, pairs: Pairs, leaves: list[torch.Tensor], scale: float
-) -> float | None:
-    """The largest half gradient of a backward without the loss scale; None where float16 does not hold that either."""
+) -> float:
+    """The largest half gradient of a backward without the loss scale; inf where float16 does not hold that either."""
     probe = Probe(places)
     with probe:
         grads = run_backward(model, [(output, grad / scale) for output, grad in pairs], leaves)
-    return probe.largest_gradient if all(map(is_finite, grads)) else None
+    return probe.largest_gradient if all(map(is_finite, grads)) else math.inf
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -116,6 +117,11 @@ def _blame(found: Written) -> Written:
         found.hints.insert(
             0, "look at what writes gradients outside scale_loss, such as clipping by a norm of 0 or inf"
         )
+    rate = options.get("lr")
+    if not found.why and isinstance(rate, float) and not math.isfinite(rate):
+        found.at_any_rate = True
+        found.why.append(f"its learning rate was {rate:g}")
+        found.hints.append("look at what sets it, such as a scheduler that divides by zero")
     if not found.why and zeros and options.get("eps") == 0:
         found.at_any_rate = True
         found.why.append(f"eps=0{zeros}")

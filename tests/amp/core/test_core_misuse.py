@@ -528,6 +528,13 @@ def unscales_by_hand(gan):
         param.grad.data.div_(amp.state_dict()["loss_scaler0"]["loss_scale"])
 
 
+def has_a_grad_scaler_of_its_own(gan):
+    gan.for_d.zero_grad()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(gan.d(gan.x).float().mean()).backward()
+    scaler.unscale_(gan.for_d)
+
+
 def is_given_to_amp(gan):
     gan.for_d.zero_grad()
     amp.initialize(gan.d, gan.for_d, opt_level="O1", verbosity=0)
@@ -542,7 +549,15 @@ def takes_it_out_of_amp(gan):
 
 
 @pytest.mark.parametrize(
-    "before_step", [clears_first, zeroes_first, unscales_by_hand, is_given_to_amp, takes_it_out_of_amp]
+    "before_step",
+    [
+        clears_first,
+        zeroes_first,
+        unscales_by_hand,
+        has_a_grad_scaler_of_its_own,
+        is_given_to_amp,
+        takes_it_out_of_amp,
+    ],
 )
 def test_an_optimizer_that_amp_does_not_know_with_gradients_of_its_own(before_step):
     gan = HalfKnown("O1")

@@ -243,8 +243,8 @@ def test_a_fault_is_told_once_and_the_limit_ends_it(capsys):
     model = nn.Linear(4, 4)
     model, optimizer = initialized(model, "O1")
     explain_overflows(limit=2)
-    for bad in (float("nan"), float("nan"), 1e6, float("inf")):
-        make_step(optimizer, model(torch.full((2, 4), bad)).float().mean())
+    for batch in [torch.full((2, 4), bad) for bad in (float("nan"), float("nan"), 1e6, float("inf"))]:
+        make_step(optimizer, model(batch).float().mean())
         optimizer.zero_grad()
     out = capsys.readouterr().err
     assert out.count("input 0 was not finite") == 1

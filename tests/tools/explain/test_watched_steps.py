@@ -114,6 +114,18 @@ def empty_mask(steps=6):
         optimizer.step()
 
 
+def standardized_batch(steps=12):
+    """A column of some batches is constant: what computes the input divides by zero."""
+    model, optimizer = started(nn.Linear(8, 8))
+    for step in range(steps):
+        optimizer.zero_grad()
+        batch = WORDS.clone()
+        if step % 5 == 2:
+            batch[:, 3] = 1.0
+        batch = (batch - batch.mean(0)) / batch.std(0)  # here
+        make_step(optimizer, model(batch).float().pow(2).mean())
+
+
 @pytest.mark.parametrize(
     ("run", "what"),
     [
@@ -122,6 +134,7 @@ def empty_mask(steps=6):
         (iterator_as_input, "exp"),
         (counter, "mul"),
         (empty_mask, "div"),
+        (standardized_batch, "div"),
     ],
 )
 def test_the_line_is_named(run, what, capsys):

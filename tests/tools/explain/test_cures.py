@@ -1,0 +1,217 @@
+"""The first hint works: each script is run as it is, and again with what the hint says."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from amp_training import last_words, reset
+from torch import nn
+
+from ampcompat import amp
+from ampcompat.tools.explain import explain_overflows
+
+X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(16) % 4
+STEPS = 30
+
+
+def cross_entropy(model, factor=1.0):
+    return F.cross_entropy(model(X).float(), Y) * factor
+
+
+def train(model, level, loss=cross_entropy, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3), **options):
+    model, optimizer = amp.initialize(model, optimizer(model.parameters()), opt_level=level, verbosity=0, **options)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        with amp.scale_loss(loss(model), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+
+class Layers(nn.Module):
+    """Two layers and what is between them, or after."""
+
+    def __init__(self, between=lambda h: h, after=lambda y: y, bias=None):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.between, self.after = between, after
+        if bias is not None:
+            nn.init.zeros_(self.first.weight)
+            nn.init.constant_(self.first.bias, bias)
+
+    def forward(self, x):
+        return self.after(self.second(self.between(self.first(x))))
+
+
+# -- scripts: ``cure`` is None, or what the first hint has captured ----------------------------------------------------
+def static_scale(cure):
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    train(model, "O2", lambda m: cross_entropy(m, 200.0), loss_scale=2.0**17 if cure is None else float(cure[1]))
+
+
+def half_too_early(cure):
+    if cure is None:
+        train(Layers(lambda h: (h.float() * 1e6).half() / 1e3), "O2")
+    else:
+        train(Layers(lambda h: (h.float() * 1e6 / 1e3).half()), "O2")
+
+
+class Vae(nn.Module):
+    def __init__(self, bias, exponent, after):
+        super().__init__()
+        self.encode, self.decode = nn.Linear(8, 8), nn.Linear(4, 8)
+        self.exponent, self.after = exponent, after
+        nn.init.constant_(self.encode.bias[4:], bias)
+
+    def forward(self, x):
+        mean, logvar = self.encode(x).chunk(2, -1)
+        std = torch.exp(self.exponent(logvar))
+        noisy = mean + self.after(std / std.sum())
+        return self.decode(noisy)
+
+
+def vae_in_half(cure):
+    same = lambda t: t  # noqa: E731
+    exponent, after = (same, same) if cure is None else ((lambda t: t.float()), (lambda t: t.half()))
+    train(Vae(14.0, exponent, after), "O2", lambda m: m(X).float().pow(2).mean())
+
+
+def vae_beyond_float32(cure):
+    exponent = (lambda t: t) if cure is None else (lambda t: t.clamp(max=float(cure[1])))
+    train(Vae(200.0, exponent, lambda t: t), "O1", lambda m: m(X).float().pow(2).mean())
+
+
+def optimizer_that_amp_does_not_know(cure):
+    model = Layers(F.relu)
+    first = torch.optim.SGD(model.first.parameters(), lr=0.1)
+    second = torch.optim.SGD(model.second.parameters(), lr=0.1)
+    both = [first, second]
+    if cure is None:
+        model, first = amp.initialize(model, first, opt_level="O1", verbosity=0)
+    else:
+        model, both = amp.initialize(model, both, opt_level="O1", verbosity=0)
+    for _ in range(STEPS):
+        first.zero_grad()
+        second.zero_grad()
+        with amp.scale_loss(cross_entropy(model), first if cure is None else both) as scaled:
+            scaled.backward()
+        first.step()
+        second.step()
+
+
+def mask(cure, fill=-1e9):
+    def attend(h):
+        ignored = torch.zeros_like(h)
+        ignored[:, 4:] = 1
+        ignored[0] = 1
+        return torch.softmax(h + ignored * (fill if cure is None else float(cure[1])), -1)
+
+    train(Layers(attend), "O2")
+
+
+def infinite_mask(cure):
+    def attend(h):
+        return torch.softmax(h.float().masked_fill(h < 10, -torch.inf if cure is None else float(cure[1])), -1)
+
+    train(Layers(attend), "O1")
+
+
+def eps(cure):
+    train(
+        Layers(lambda h: h / (h.abs().amax(-1, keepdim=True) + (1e-8 if cure is None else float(cure[1]))), bias=0.0),
+        "O2",
+    )
+
+
+def zero_norm(cure):
+    add = 0.0 if cure is None else float(cure[1])
+    train(Layers(lambda h: h.float() / (h.float().norm(dim=-1, keepdim=True) + add), bias=0.0), "O1")
+
+
+def root_of_zero(cure):
+    add = 0.0 if cure is None else float(cure[1])
+    train(Layers(bias=0.0, after=lambda y: y), "O1", lambda m: ((m(X).float() * 0).pow(2).sum(1) + add).sqrt().mean())
+
+
+def log_of_softmax(cure):
+    def loss(model):
+        y = model(X).float() * 1e3
+        log = torch.log(torch.softmax(y, -1)) if cure is None else F.log_softmax(y, -1)
+        return F.nll_loss(log, Y)
+
+    train(Layers(), "O1", loss)
+
+
+def log_of_zero(cure):
+    def loss(model):
+        p = torch.relu(model(X).float())
+        return -torch.log(p if cure is None else p.clamp_min(float(cure[1]))).mean()
+
+    train(Layers(), "O1", loss)
+
+
+def adams_eps(cure):
+    eps = 1e-8 if cure is None else float(cure[1])
+    train(nn.Linear(8, 4), "O3", lambda m: m(X)[:, :2].float().mean(), lambda p: torch.optim.Adam(p, lr=1e-3, eps=eps))
+
+
+def layer_beyond_float16(cure):
+    model = Layers(lambda h: F.relu(h) * 20, nn.LayerNorm(4))
+    with torch.no_grad():
+        model.second.weight.normal_(0, 1e4)
+    train(model, "O1", **({} if cure is None else {"keep_fp32": cure[1]}))
+
+
+def squares(cure):
+    def mean_square(y):
+        return (y * 1000 if cure is None else (y * 1000).float()).pow(2).mean(-1)
+
+    train(Layers(after=mean_square), "O2", lambda m: m(X).float().mean() * 1e-6)
+
+
+CURES = {
+    static_scale: r"loss_scale=(\d+) or less",
+    half_too_early: r"cast it where it is small again: half\(\) after what makes it smaller; here it reaches",
+    vae_in_half: r"\.float\(\) on what goes into exp, and \.half\(\) on what comes of it",
+    vae_beyond_float32: r"\.clamp\(max=(\d+)\) on what goes into it",
+    optimizer_that_amp_does_not_know: r"give amp\.initialize each optimizer that steps the model, and scale_loss",
+    mask: r"write (\S+) in place of it",
+    infinite_mask: r"write (\S+) in place of -inf",
+    eps: r"use an eps of (\S+) or more",
+    zero_norm: r"add an eps to the denominator, as in / \(\.\.\. \+ (\S+)\)",
+    root_of_zero: r"add an eps inside, as in \(\.\.\. \+ (\S+)\)\.sqrt\(\)",
+    log_of_softmax: r"F\.log_softmax\(x, dim\) in place of log\(softmax\(x\)\)",
+    log_of_zero: r"\.clamp_min\((\S+)\) on what goes into it",
+    adams_eps: r"pass eps=(\S+) to Adam",
+    layer_beyond_float16: r"keep_fp32=\['(\S+)'\]",
+    squares: r"\.float\(\) on what goes into pow",
+}
+
+
+def explained(script, cure):
+    """What is explained of a run, and its verdict."""
+    torch.manual_seed(0)
+    explain_overflows()
+    script(cure)
+    *held, verdict = last_words()
+    for message in held:
+        message.emit(as_json=False)
+    reset()
+    return verdict
+
+
+@pytest.mark.on_cpu
+@pytest.mark.filterwarnings("ignore:SGD.step\\(\\) with gradients that a scale_loss block has left:UserWarning")
+@pytest.mark.parametrize("script", CURES, ids=lambda script: script.__name__)
+def test_the_first_hint_works(script, capsys):
+    verdict = explained(script, None)
+    text = capsys.readouterr().err
+    first = next((line for line in text.splitlines() if line.startswith("  hint ")), text)
+    cure = re.search(CURES[script], first)
+    assert cure, first
+    verdict = explained(script, cure)
+    assert "ampcompat explain" not in capsys.readouterr().err
+    assert verdict.content["causes"] == []
+    assert verdict.content["not_finite"] == 0
+    assert verdict.content["skipped"] <= STEPS / 2, verdict.head
