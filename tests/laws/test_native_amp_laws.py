@@ -233,7 +233,7 @@ def is_left_out(step, has_gradients, is_lost, delayed, overflowed, pending):
     another optimizer that shares its weights; an overflow counts for all losses of delayed blocks. Gradients that are
     cleared after a delayed block do not count for the scale; weights that join keep their gradients. Gradients that
     overflowed in a block of another optimizer, and were not cleared, count for a block, and are stepped with. That an
-    overflow was cleared is seen by the next block or step, but not if a backward pass outside of blocks comes before it.
+    overflow was cleared is seen by the next block or step, but not if a backward pass outside of blocks comes first.
     """
     if step["do"] == "block":
         chosen = set(step["optimizers"])
