@@ -163,8 +163,7 @@ class State:
         warned: Keys of the warnings and notes already given (see :func:`ampcompat._log.warn_once`).
         view: What ``amp._amp_state`` shows.
         session: The latest call of ``initialize``.
-        loaded_scalers: Scales and clean passes that were loaded before the calls of ``initialize`` that made their
-            scalers.
+        loaded_scalers: Scales and clean passes that were loaded before a call of ``initialize`` with optimizers.
         models: Models under amp.
         optimizers: Optimizers under amp.
         masters: Index from tensors to masters.

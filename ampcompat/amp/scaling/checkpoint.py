@@ -56,8 +56,8 @@ def load_state_dict(state_dict: Mapping[str, object]) -> None:
     """Restore what :func:`state_dict` saved, here or under apex (``apex/amp/frontend.py: load_state_dict``).
 
     The scalers are those that :func:`state_dict` would save, in its order. Before ``initialize`` it is kept for the
-    next call; under apex ``initialize`` had to come first. Where a script makes several calls, it may come before,
-    between or after them. A ``GradScaler.state_dict()`` goes into the first scaler; the inverse is
+    next call that has optimizers, and for that one alone; under apex ``initialize`` had to come first. Where a script
+    makes several calls, load after the last. A ``GradScaler.state_dict()`` goes into the first scaler; the inverse is
     ``GradScaler.load_state_dict(amp._amp_state.loss_scalers[0].state_dict())``. Prints what was restored.
 
     Args:
@@ -85,6 +85,8 @@ def load_state_dict(state_dict: Mapping[str, object]) -> None:
     session = state.session
     scalers = _scalers()
     if session is not None and (scalers or session.enabled):
+        if not state.optimizers.listed():
+            state.loaded_scalers = entries
         _restore(entries, scalers)
     elif not entries:
         return
@@ -108,50 +110,30 @@ def _refuse_unknown_keys(state_dict: Mapping[str, object], names: list[str]) -> 
 
 
 def restore_after_initialize() -> None:
-    """Restore scalers from what was loaded before the latest call.
-
-    What was loaded between two calls went to the scalers of the first one. It is dealt out anew, unless a backward pass
-    has moved these scalers since.
-    """
+    """Restore the scalers of the latest call from what was loaded before it, if that has yet to reach one in use."""
     entries = state.loaded_scalers
-    latest = state.calls_shown()[0]
-    if entries is None or latest is not state.session:
+    call = state.calls_shown()[0]
+    if entries is None or call is not state.session:
         return
-    scalers = _scalers()
-    earlier = scalers[len(latest.scalers) :]
-    if all(_holds(scaler, entry) for scaler, entry in zip(earlier, entries, strict=False)):
-        _restore(entries, scalers)
-    else:
+    if state.optimizers.listed():
         state.loaded_scalers = None
-
-
-def _holds(scaler: LossScaler, entry: Entry) -> bool:
-    """Whether ``scaler`` is as it was when ``entry`` was restored."""
-    return (scaler.loss_scale(), scaler._unskipped) == entry
+    _restore(entries, call.scalers)
 
 
 def _restore(entries: list[Entry], scalers: list[LossScaler]) -> None:
-    """Restore ``scalers`` from ``entries``; keep these for the next call if they are for more, or none is in use.
+    """Restore ``scalers`` from ``entries``.
 
     The scalers of the latest call are those that a script misses if they are not restored. An earlier call may be
     another run: a notebook's cell that was run before, a model that is compared with the one that is resumed.
     """
     of_latest_call = len(state.calls_shown()[0].scalers)
-    are_in_use = bool(state.optimizers.listed())
     fitting = min(len(entries), len(scalers))
-    if len(entries) > fitting:
-        state.loaded_scalers = entries
+    if fitting < max(len(entries), of_latest_call):
+        there_are = len(scalers) if len(entries) > fitting else of_latest_call
         say(
-            f"Warning: amp.load_state_dict got {len(entries)} loss scalers where there are {fitting}: loading the first"
-            f" {fitting}; the next amp.initialize restores more of them."
+            f"Warning: amp.load_state_dict got {len(entries)} loss scalers where there are {there_are}: loading the"
+            f" first {fitting}. Call it after the last amp.initialize."
         )
-    else:
-        state.loaded_scalers = None if are_in_use else entries
-        if of_latest_call > fitting:
-            say(
-                f"Warning: amp.load_state_dict got {len(entries)} loss scalers where there are {of_latest_call}:"
-                f" loading the first {fitting}."
-            )
     for scaler, (scale, unskipped) in zip(scalers, entries, strict=False):
         remark = _of_another_kind(scaler, scale, unskipped)
         scaler._loss_scale = scale

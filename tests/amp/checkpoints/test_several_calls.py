@@ -15,9 +15,13 @@ from seeded import seeded
 from ampcompat import amp
 
 NAMES = ("discriminator", "generator")
-#: What a script does before it trains; the two calls come in the order in which they were made.
+#: What a script does before it trains; the two calls come in the order in which they were made, the scalers after both.
 EVENTS = ("discriminator", "generator", "weights", "amp")
-ORDERS = [order for order in itertools.permutations(EVENTS) if order.index("discriminator") < order.index("generator")]
+ORDERS = [
+    order
+    for order in itertools.permutations(EVENTS)
+    if order.index("discriminator") < order.index("generator") < order.index("amp")
+]
 
 
 class Pair:
@@ -96,6 +100,23 @@ def test_both_optimizers_resume_bitwise_in_any_order_of_the_loads(level, order):
     run.step()
     run.step()
     same(run.state(), want)
+
+
+@pytest.mark.parametrize("calls_before", [0, 1])
+def test_scalers_that_are_loaded_before_the_last_call_go_to_one_call(calls_before, capsys):
+    """To the first with optimizers, and a warning says what to do; later calls begin afresh."""
+    file, _ = interrupted("O2")
+    reset()
+    run = Pair("O2")
+    for name in NAMES[:calls_before]:
+        run.initialize(name)
+    amp.load_state_dict(torch.load(io.BytesIO(file), weights_only=True)["amp"])
+    for name in NAMES[calls_before:]:
+        run.initialize(name)
+    assert scales_saved() == [2.0**16, 2.0**16]
+    assert [entry["unskipped"] for entry in amp.state_dict().values()] == [0, 3]
+    said = capsys.readouterr().out
+    assert "got 2 loss scalers where there are 1: loading the first 1. Call it after the last amp.initialize." in said
 
 
 def start(**options):
@@ -232,4 +253,5 @@ def test_a_scaler_of_the_latest_call_that_is_missing(capsys):
     amp.initialize(model, optimizer, opt_level="O2", num_losses=2, verbosity=0)
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7}})
     said = capsys.readouterr().out
-    assert said == "Warning: amp.load_state_dict got 1 loss scalers where there are 2: loading the first 1.\n"
+    told = "got 1 loss scalers where there are 2: loading the first 1. Call it after the last amp.initialize."
+    assert said == f"Warning: amp.load_state_dict {told}\n"
