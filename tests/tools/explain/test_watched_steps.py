@@ -175,10 +175,10 @@ def test_a_normal_skip_takes_no_explanation(capsys):
         make_step(optimizer, loss)
     told = explanations(capsys.readouterr().err)
     assert not any("wait" in entry.get("hint", "") for entry in told)
-    whats = " ".join(entry.get("what", "") for entry in told)
-    assert "input 0" in whats
-    assert "log" in whats
-    assert "sqrt" in whats
+    parts = " ".join(entry.get("what", "") for entry in told)
+    assert "input 0" in parts
+    assert "log" in parts
+    assert "sqrt" in parts
 
 
 def test_a_warning_of_torch_is_of_the_scripts_line(recwarn):
