@@ -370,8 +370,8 @@ class OverflowExplainer:
         if self.watch.is_of_another_rank(lost.tensors):
             return " It came with the gradients of another rank."
         return (
-            " The step was watched as it ran, and no op shows why. Ops in CUDA graphs and in DataParallel's threads are not"
-            " seen: start the script once without graphs, or on one device (CUDA_VISIBLE_DEVICES=0)."
+            " The step was watched as it ran, and no op shows why. Ops in CUDA graphs and in DataParallel are not"
+            " seen: start the script once without graphs, on one device (CUDA_VISIBLE_DEVICES=0)."
         )
 
     def _lose_to(self, lost: LostStep, event: Event, block: Block) -> object:

@@ -290,6 +290,9 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _examine(self, call: Call, out: torch.Tensor) -> None:
         """Note how a result was made, and where what is not finite in it comes from."""
+        if "empty" in call.name:  # what is there is not read before it is written
+            self.origins.pop(storage(out), None)
+            return
         is_written = any(t is out for t in call.inputs)
         is_view = not is_written and any(storage(t) == storage(out) for t in call.inputs)
         sources = [self.made[storage(t)] for t in call.inputs if storage(t) in self.made]
