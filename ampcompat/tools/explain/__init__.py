@@ -62,7 +62,8 @@ def explain_overflows(limit: int = LIMIT, *, stop: bool = False, json: bool = Fa
         is_observing = any(one is tally for one in observers())
         if is_observing:  # otherwise another call has taken its place
             for message in last_words(tally, explainer.ranks):
-                message.emit(json)
+                if message.all_ranks or explainer.ranks.is_first:
+                    message.emit(json)
 
     observers().append(tally)
     observers().append(explainer)
