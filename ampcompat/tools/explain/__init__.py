@@ -32,9 +32,10 @@ def explain_overflows(limit: int = LIMIT, *, stop: bool = False, json: bool = Fa
 
     While nothing overflows, references to the last batches are kept, the loss of each block is looked at, and what each
     step wrote: two host syncs a step. After an overflow the same batch is run again (inputs, random numbers and buffers
-    as they were) with every op examined; where that stays finite, the next 50 steps are watched as they run, 200 in a
-    run at most. The message names the op, the module, the source line, how many values, their magnitude against 65504,
-    and what to do. The run that is observed stays bitwise what it would have been. apex had nothing like it.
+    as they were) with every op examined; where that stays finite, the next steps are watched as they run, 50 at most,
+    and 200 in the whole run. The message names the op, the module, the source line, how many values, their magnitude
+    against 65504, and what to do. The run that is observed stays bitwise what it would have been. apex had nothing like
+    it.
 
     Where nothing skips (static scales, O0), the gradients are looked at too: one host sync more. Numbers of an
     optimizer that its half parameters' dtype does not hold (an eps of 1e-8) are named at its first step. The verdict of

@@ -363,7 +363,7 @@ class OverflowExplainer:
         if lost.is_fault or self.silent_skips >= MOST_SILENT_SKIPS:
             steps = self.watch.arm()
         known = problem or _what_forwards_show(lost, findings)
-        watched = f" The next {steps} steps are watched as they run." if steps else ""
+        watched = f" The next steps, {steps} at most, are watched as they run." if steps else ""
         self._tell_of_unknown(lost, known + watched)
 
     def _what_the_watch_shows(self, lost: LostStep) -> str:

@@ -327,7 +327,7 @@ FAULTS = {
     ),
     "what cannot be run again": Fault(
         {
-            "head": "The loss of step 1 is nan. Its forward could not be run again as it was. The next 50 steps are",
+            "head": "The loss of step 1 is nan. Its forward could not be run again as it was. The next steps, 50 at",
             "next what": "is too large for float16, to which linear casts it",
         },
         r"^40 of 40 steps were skipped; the cause is .*\(linear in fc\)\.$",
