@@ -169,12 +169,13 @@ def _forward_over(cls: Any) -> Callable[..., object]:
 def _binding_of(declared: Any, cls: Any) -> Callable[[Any], Callable[..., object]]:
     """Return what binds ``declared``, which stands as ``forward`` in ``cls``, to a model, as an attribute is bound.
 
-    Where it can, it reads ``forward`` from the class at each call: a script may patch it there. The compiler traces the
-    first two, and no call of ``__get__``.
+    The compiler traces the first two, and no call of ``__get__``.
     """
     if _is_bound_to_no_instance(declared):
-        return lambda model: cls.forward
+        unbound = cls.forward
+        return lambda model: unbound
     if isinstance(declared, (FunctionType, functools.partial)):
+        # A function is read from the class at each call: a script may patch it there.
         return lambda model: functools.partial(cls.forward, model)
     return lambda model: type(declared).__get__(declared, model, cls)
 
