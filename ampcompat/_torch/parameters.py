@@ -52,27 +52,30 @@ class DataWrites:
 
     Attributes:
         counter: An empty tensor, whose version counts.
+        added: Writes that torch does not count. They leave the version alone: a graph may have saved what ``data`` was,
+            and ``tensor.data = new`` does not change that.
     """
 
-    __slots__ = ("_version_seen", "counter")
+    __slots__ = ("_seen", "added", "counter")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         with torch.inference_mode(False):  # tensors of inference mode have no version
             self.counter = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        self._version_seen = self.counter._version
+        self.added = 0
+        self._seen = self.counter._version
 
     @property
     def happened(self) -> bool:
         """Whether there was a write since the last :meth:`forget`."""
-        return self.counter._version != self._version_seen
+        return self.counter._version + self.added != self._seen
 
     def add(self) -> None:
         """Count a write that torch does not count."""
-        set_versions([self.counter], [self.counter._version + 1])
+        self.added += 1
 
     def forget(self) -> None:
         """Make what was written so far count no more."""
-        self._version_seen = self.counter._version
+        self._seen = self.counter._version + self.added
 
 
 def watch_parameter_data(writes_of: Callable[[torch.Tensor, bool], DataWrites | None], undo: ExitStack) -> None:

@@ -15,6 +15,7 @@ from nets import MASTER_LEVELS
 from test_written_weights import STEPS, Run
 
 from ampcompat import amp
+from ampcompat.amp.half.masters import master_of
 
 
 def masters_data(run):
@@ -198,6 +199,28 @@ def test_another_shape_of_the_same_memory(level):
     assert weight.data.stride() == weight.stride() == (1, 2)
     weight.data[0] = 0.5
     assert (run.weights()["head.weight"][0] == 0.5).all()
+
+
+def assign(param):
+    param.data = param.data / 2
+
+
+def hand_to_a_collective(param):
+    master_of(param).count_as_written(param)
+
+
+@pytest.mark.parametrize("write", [assign, hand_to_a_collective])
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_write_that_torch_does_not_count_leaves_graphs_alone(level, write):
+    """Spectral norm by hand assigns ``u.data`` in each forward, and may multiply by it: two forwards, one backward."""
+    run = Run(level)
+    weight = run.model.head.weight
+    factor = torch.ones((), requires_grad=True)
+    loss = (factor * weight.data).float().sum()
+    want = weight.detach().float().sum()
+    write(weight)
+    loss.backward()
+    assert torch.equal(factor.grad, want)
 
 
 # -- a read is nothing -------------------------------------------------------------------------------------------------
