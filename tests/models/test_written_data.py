@@ -209,18 +209,46 @@ def hand_to_a_collective(param):
     master_of(param).count_as_written(param)
 
 
-@pytest.mark.parametrize("write", [assign, hand_to_a_collective])
+def add_through_data(param):
+    param.data.add_(0)
+
+
+def add_through_a_view(param):
+    param.data.view(-1)[0] += 0
+
+
+@pytest.mark.parametrize("write", [assign, hand_to_a_collective, add_through_data, add_through_a_view])
 @pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_a_write_that_torch_does_not_count_leaves_graphs_alone(level, write):
-    """Spectral norm by hand assigns ``u.data`` in each forward, and may multiply by it: two forwards, one backward."""
+def test_a_write_through_data_leaves_graphs_alone(level, write):
+    """A layer that multiplies by ``weight.data`` and then updates it, as a codebook does; torch notices nothing."""
     run = Run(level)
     weight = run.model.head.weight
     factor = torch.ones((), requires_grad=True)
     loss = (factor * weight.data).float().sum()
     want = weight.detach().float().sum()
-    write(weight)
+    for _ in range(3):
+        write(weight)
     loss.backward()
     assert torch.equal(factor.grad, want)
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_each_of_several_held_aliases_counts(level):
+    run = Run(level)
+    weight = run.model.head.weight
+    for index in range(3):  # those of the round before are gone
+        held = [weight.data for _ in range(3)]
+        for number, alias in enumerate(held):
+            run.step()
+            alias.fill_(number / 4)
+            assert (run.weights()["head.weight"] == number / 4).all(), index
+        del alias
+        held[1].zero_()
+        del held
+        assert (run.weights()["head.weight"] == 0).all(), index
+    writes = master_of(weight).half_data_writes
+    weight.data.sum()
+    assert len(writes.held) <= 3
 
 
 # -- a read is nothing -------------------------------------------------------------------------------------------------
