@@ -109,12 +109,12 @@ STATE_CHANGES: Final = Table(
         (
             "`step`, skipped",
             "-",
-            "`overflows`: none; `skipped`: True; `suspect`: True",
+            "`overflows`: none; `skipped`: True; `checks_gradients`: True",
             "-",
             "`value.grad`: None; `grad_shown`: False",
         ),
         ("`zero_grad`, step made", "-", "-", "-", "`half.grad`: None"),
-        ("`zero_grad`, step skipped", "-", "`suspect`: False", "-", "`half.grad`: None"),
+        ("`zero_grad`, step skipped", "-", "`checks_gradients`: False", "-", "`half.grad`: None"),
     ),
 )
 

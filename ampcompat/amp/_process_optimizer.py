@@ -47,7 +47,7 @@ class AmpOptimizerState(OptimizerState):
         Writing it changes nothing. apex patched ``step`` to skip, and skipped none of those that a script had marked as
         patched.
         """
-        undecided = [overflow.flag for overflow in self.uncounted.values() if not overflow.is_decided]
+        undecided = [overflow.flag for overflow in self.deferred_overflows.values() if not overflow.is_decided]
         return any(flag.item() for flag in (*self.overflows.values(), *undecided))
 
     @already_patched.setter
@@ -58,7 +58,7 @@ class AmpOptimizerState(OptimizerState):
     def all_fp16_params(self) -> list[torch.Tensor]:
         """Half params: those with masters; all of them where there are no masters."""
         with_masters = [master.half for master in self.leaves.masters]
-        return with_masters or [param for param in self.leaves.direct if param.dtype in HALF_DTYPES]
+        return with_masters or [param for param in self.leaves.masterless if param.dtype in HALF_DTYPES]
 
     @property
     def all_fp32_from_fp16_params(self) -> list[torch.Tensor]:
@@ -75,7 +75,7 @@ class AmpOptimizerState(OptimizerState):
     @property
     def all_fp32_params(self) -> list[torch.Tensor]:
         """Params that are float32 in the model."""
-        return [param for param in self.leaves.direct if param.dtype == torch.float32]
+        return [param for param in self.leaves.masterless if param.dtype == torch.float32]
 
     @property
     def all_fp16_grad_stash(self) -> list[torch.Tensor | None]:

@@ -105,8 +105,8 @@ def has_unknown_optimizer() -> bool:
 
 def has_old_gradients(optimizer: Optimizer) -> bool:
     """In ``on_step``: whether an earlier overflow may have left gradients that the step looked at itself."""
-    is_suspect: bool = optimizer._amp_stash.suspect
-    return is_suspect
+    may_be_old: bool = optimizer._amp_stash.checks_gradients
+    return may_be_old
 
 
 def count_of_scalers(optimizer: Optimizer) -> int:

@@ -228,16 +228,16 @@ def run(program):
 def is_left_out(step, has_gradients, is_lost, delayed, overflowed, pending):
     """Whether the file does otherwise than amp.
 
-    A block that raises clears older gradients. A block of some of the optimizers of a delayed one counts that one, and
-    so does a step or a clip of another optimizer that shares its weights; an overflow counts for all losses of delayed
-    blocks. Gradients that are cleared after a delayed block do not count for the scale; weights that join keep their
-    gradients. Gradients that overflowed in a block of another optimizer, and were not cleared, count for a block, and
-    are stepped with. That an overflow was cleared is seen by the next block or step, but not if a backward pass outside
-    of blocks comes before it.
+    A block that raises clears older gradients. What had overflowed before a delayed block, and was not cleared, counts
+    for it, too. A block of some of the optimizers of a delayed one counts that one, and so does a step or a clip of
+    another optimizer that shares its weights; an overflow counts for all losses of delayed blocks. Gradients that are
+    cleared after a delayed block do not count for the scale; weights that join keep their gradients. Gradients that
+    overflowed in a block of another optimizer, and were not cleared, count for a block, and are stepped with. That an
+    overflow was cleared is seen by the next block or step, but not if a backward pass outside of blocks comes first.
     """
     if step["do"] == "block":
         chosen = set(step["optimizers"])
-        adds_otherwise = has_gradients and bool(step["raises"])
+        adds_otherwise = (has_gradients and bool(step["raises"])) or (is_lost and bool(step["delay_unscale"]))
         return adds_otherwise or bool(delayed - chosen) or (is_lost and bool(chosen - overflowed))
     if step["do"] == "join":
         return has_gradients or bool(delayed)

@@ -20,7 +20,8 @@ class HalfGradients:
 
     def __init__(self) -> None:
         self._left: dict[Master, tuple[int, int]] = {}  # id and version of each gradient that is in its master's
-        # The smallest of them, and a copy: what is written through ``data`` moves no version.
+        # The smallest of them, and a copy: ``param.grad.data.clamp_(-1, 1)``, of PyTorch's DQN tutorial, moves no
+        # version.
         self._sample: tuple[Master, torch.Tensor] | None = None
         self._comparisons: list[_torch.HostCopy] = []  # of samples with their copies, on their way to the host
 

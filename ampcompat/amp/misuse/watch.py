@@ -170,7 +170,7 @@ class Watch:
             waits = other not in block.optimizers and self._record_of(other).had_gradients
             if not waits or block.overlaps(leaves) or other._amp_stash.in_block:
                 continue
-            param = next((param for param in leaves.direct if param.grad is not None), None)
+            param = next((param for param in leaves.masterless if param.grad is not None), None)
             if param is not None and param.grad is not None:
                 found.append(_Bystander(other, param, param.grad, param.grad._version))
         return found

@@ -151,7 +151,7 @@ class Block(OpenBlock):
     def _has_flags(self) -> bool:
         """Whether other scalers have noted flags, which are forgotten where a script has cleared the gradients."""
         stashes = [optimizer._amp_stash for optimizer in self.optimizers]
-        return any(stash.overflows or stash.uncounted for stash in stashes)
+        return any(stash.overflows or stash.deferred_overflows for stash in stashes)
 
     def _has_masters(self) -> bool:
         """Whether its optimizers step masters, to which the gradients of half weights are added at the end."""
@@ -171,7 +171,7 @@ class Block(OpenBlock):
             stash: OptimizerState = optimizer._amp_stash
             if stash.undecided_steps:
                 report_arrived(stash)
-            if stash.overflows or stash.uncounted or stash.suspect:
+            if stash.overflows or stash.deferred_overflows or stash.checks_gradients:
                 forget_overflows_if_cleared(stash)
         # Older gradients go out of ``p.grad``.
         self.has_own_methods = backward_methods.are_replaced(self.optimizers)
@@ -254,15 +254,15 @@ class Block(OpenBlock):
             if self.moves_scale and not self.is_delayed:
                 scaler.count_clean_pass()
             return []
-        uncounted = None
+        deferred = None
         if self.is_delayed:
             flag = scaler.delay(found_inf)
         elif self.moves_scale:
             flag = scaler.adjust(found_inf)
         else:
-            flag = scaler.leave_uncounted(found_inf)
-            uncounted = scaler.uncounted
-        return [] if flag is None else [Overflow(scaler, flag, uncounted)]
+            flag = scaler.defer(found_inf)
+            deferred = scaler.deferred
+        return [] if flag is None else [Overflow(scaler, flag, deferred)]
 
     def _note_overflows(self, overflows: list[Overflow]) -> None:
         """Note ``overflows`` in the optimizers; note that the scale's move is delayed, or make the delayed ones."""
@@ -278,13 +278,13 @@ class Block(OpenBlock):
                 stash.note_overflow(overflow)
             is_shared = is_shared or bool(stash.shared)
         if is_shared and overflows:
-            self._suspect_other_holders()
+            self._make_other_holders_check()
 
-    def _suspect_other_holders(self) -> None:
+    def _make_other_holders_check(self) -> None:
         """Make other optimizers that hold a leaf of the block look at their gradients before they step."""
         for other in optimizer_index.listed():
             if other not in self.optimizers and self.overlaps(other._amp_stash.leaves):
-                other._amp_stash.suspect = True
+                other._amp_stash.checks_gradients = True
 
     # -- exit, after an exception --------------------------------------------------------------------------------------
     def _undo(self, error: BaseException | None) -> None:

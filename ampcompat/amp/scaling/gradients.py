@@ -15,7 +15,7 @@ import torch
 from ampcompat._state import Part, state
 from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import Master
-from ampcompat.amp.scaling.loss_scale import UncountedPasses
+from ampcompat.amp.scaling.loss_scale import DeferredPasses
 from ampcompat.amp.scaling.scaler import LossScaler
 
 
@@ -25,15 +25,15 @@ class Leaves:
 
     Attributes:
         masters: Masters of the half tensors.
-        direct: The tensors without a master, which optimizers step themselves.
+        masterless: The tensors without a master, which optimizers step themselves.
     """
 
     masters: list[Master] = field(default_factory=list)
-    direct: list[torch.Tensor] = field(default_factory=list)
+    masterless: list[torch.Tensor] = field(default_factory=list)
 
     def tensors(self) -> list[torch.Tensor]:
         """The model's tensors."""
-        return [*[master.half for master in self.masters], *self.direct]
+        return [*[master.half for master in self.masters], *self.masterless]
 
     def ids(self) -> set[int]:
         """The ids of the model's tensors."""
@@ -41,14 +41,14 @@ class Leaves:
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients that a step uses: of masters, and of tensors without one."""
-        stepped = [*[master.value for master in self.masters], *self.direct]
+        stepped = [*[master.value for master in self.masters], *self.masterless]
         return [tensor.grad for tensor in stepped if tensor.grad is not None]
 
     def part(self, ids: set[int]) -> Leaves:
         """The leaves among these whose ids are in ``ids``."""
         return Leaves(
             [master for master in self.masters if id(master.half) in ids],
-            [param for param in self.direct if id(param) in ids],
+            [param for param in self.masterless if id(param) in ids],
         )
 
 
@@ -56,8 +56,8 @@ def leaves_of(optimizers: Iterable[Optimizer]) -> Leaves:
     """The leaves of ``optimizers``, each once."""
     every = [optimizer._amp_stash.leaves for optimizer in optimizers]
     masters = {id(master): master for leaves in every for master in leaves.masters}
-    direct = {id(param): param for leaves in every for param in leaves.direct}
-    return Leaves(list(masters.values()), list(direct.values()))
+    masterless = {id(param): param for leaves in every for param in leaves.masterless}
+    return Leaves(list(masters.values()), list(masterless.values()))
 
 
 # -- what is known of gradients ----------------------------------------------------------------------------------------
@@ -80,17 +80,17 @@ class Overflow(NamedTuple):
     Attributes:
         scaler: The scaler of their loss.
         flag: 0-dim float32 tensor on a device, not 0 if so.
-        uncounted: The passes that theirs belongs to, if it has left the scale alone.
+        deferred: The passes that theirs belongs to, if it has left the scale alone.
     """
 
     scaler: LossScaler
     flag: torch.Tensor
-    uncounted: UncountedPasses | None
+    deferred: DeferredPasses | None
 
     @property
     def is_decided(self) -> bool:
         """Whether the script itself decides about the step of these gradients."""
-        return self.uncounted is not None and self.uncounted.are_decided
+        return self.deferred is not None and self.deferred.are_decided
 
 
 @dataclass(eq=False)

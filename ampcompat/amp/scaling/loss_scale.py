@@ -61,8 +61,8 @@ def next_scale(
     return moved, counted
 
 
-class UncountedPasses:
-    """Backward passes that have left a scale alone; its next transition counts them.
+class DeferredPasses:
+    """Backward passes whose transition is deferred: they have left a scale alone, and its next move counts them.
 
     Attributes:
         found_inf: The flag that tells whether any of them overflowed.
@@ -95,7 +95,7 @@ class MovingScale:
         smallest: The limit of back-off.
         largest: The limit of growth.
         last_pass: The flag of the last backward pass.
-        uncounted: The passes since the last transition that have left the scale alone; None: there are none.
+        deferred: The passes since the last transition that have left the scale alone; None: there are none.
     """
 
     def __init__(self, growth_factor: float) -> None:
@@ -110,7 +110,7 @@ class MovingScale:
         self.smallest = FLOOR
         self.largest = CEILING
         self.last_pass: torch.Tensor | None = None
-        self.uncounted: UncountedPasses | None = None
+        self.deferred: DeferredPasses | None = None
         self._found_inf: dict[torch.device, torch.Tensor] = {}  # of gradients unscaled since the last transition
 
     @property
@@ -202,7 +202,7 @@ class MovingScale:
         moved, counted = next_scale(
             scale,
             clean_passes,
-            flag if self.uncounted is None else torch.maximum(flag, self.uncounted.found_inf),
+            flag if self.deferred is None else torch.maximum(flag, self.deferred.found_inf),
             growth_factor=self.growth_factor,
             backoff_factor=self.backoff_factor,
             growth_interval=self.growth_interval,
@@ -211,7 +211,7 @@ class MovingScale:
             # The host notes the scale anew where a script writes a limit; every later scale is within the limits, too.
             is_within_limits=self.smallest <= self.written_scale <= self.largest,
         )
-        self.uncounted = None
+        self.deferred = None
         if _torch.is_capturing():
             scale.copy_(moved)
             clean_passes.copy_(counted)
@@ -220,29 +220,29 @@ class MovingScale:
             self.clean_passes = counted
         return flag
 
-    def leave_uncounted(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
+    def defer(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
         """As :meth:`adjust`, but leave the scale alone: the next transition counts an overflow of this pass."""
         flag = self.note_pass(found_inf)
         if not self.is_dynamic:
             return None
-        if self.uncounted is None:
-            self.uncounted = UncountedPasses(flag)
+        if self.deferred is None:
+            self.deferred = DeferredPasses(flag)
         else:
-            self.uncounted.found_inf = torch.maximum(self.uncounted.found_inf, flag)
+            self.deferred.found_inf = torch.maximum(self.deferred.found_inf, flag)
         return flag
 
     def delay(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
-        """As :meth:`leave_uncounted`, for a pass that :meth:`make_delayed_transition` counts at the latest."""
-        flag = self.leave_uncounted(found_inf)
-        if self.uncounted is not None:
-            self.uncounted.are_delayed = True
+        """As :meth:`defer`, for a pass that :meth:`make_delayed_transition` counts at the latest."""
+        flag = self.defer(found_inf)
+        if self.deferred is not None:
+            self.deferred.are_delayed = True
         return flag
 
     def make_delayed_transition(self) -> None:
         """Make the transition that :meth:`delay` has left, if no pass has made it since. No host sync."""
-        uncounted = self.uncounted
-        if uncounted is not None and uncounted.are_delayed:
-            self.adjust(uncounted.found_inf)
+        deferred = self.deferred
+        if deferred is not None and deferred.are_delayed:
+            self.adjust(deferred.found_inf)
 
     def note_pass(self, found_inf: torch.Tensor | None) -> torch.Tensor:
         """Keep ``found_inf`` as the flag of the last pass, next to the scale; return it."""
@@ -266,9 +266,9 @@ class MovingScale:
             self.clean_passes.add_(1)
 
     def scale_after_back_off(self) -> torch.Tensor:
-        """The scale to print for a skipped step, back-off for uncounted passes included. No host sync."""
+        """The scale to print for a skipped step, back-off for deferred passes included. No host sync."""
         scale = self.scale_on()
-        if not self.is_dynamic or self.uncounted is None:
+        if not self.is_dynamic or self.deferred is None:
             return scale
         backed_off = (scale * self.backoff_factor).clamp(min=self.smallest)
-        return torch.where(self.uncounted.found_inf != 0, backed_off, scale)
+        return torch.where(self.deferred.found_inf != 0, backed_off, scale)

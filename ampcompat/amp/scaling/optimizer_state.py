@@ -30,26 +30,26 @@ FlagCopy = tuple[LossScaler | None, _torch.HostCopy]
 class OptimizerState:
     """What amp keeps with one optimizer.
 
-    ``overflows``, ``uncounted`` and ``suspect`` tell of the gradients that wait for a step, ``skipped`` of the last
-    step. In one run with a dynamic scale:
+    ``overflows``, ``deferred_overflows`` and ``checks_gradients`` tell of the gradients that wait for a step,
+    ``skipped`` of the last step. In one run with a dynamic scale:
 
-    ====================================  ============  ===========  =======
-    after                                 overflows     suspect      skipped
-    ====================================  ============  ===========  =======
-    ``initialize``                        none          False        None
-    a block, or several                   one flag      False        None
-    a step that the host has made         none          False        False
-    a block that overflows                one flag      False        False
-    the step, skipped by the host         none          True         True
-    ``zero_grad``                         none          False        True
-    a block                               one flag      False        True
-    a step that the device decides about  none          True         None
-    a block, without ``zero_grad``        one flag      True         None
-    ====================================  ============  ===========  =======
+    ====================================  ============  ================  =======
+    after                                 overflows     checks_gradients  skipped
+    ====================================  ============  ================  =======
+    ``initialize``                        none          False             None
+    a block, or several                   one flag      False             None
+    a step that the host has made         none          False             False
+    a block that overflows                one flag      False             False
+    the step, skipped by the host         none          True              True
+    ``zero_grad``                         none          False             True
+    a block                               one flag      False             True
+    a step that the device decides about  none          True              None
+    a block, without ``zero_grad``        one flag      True              None
+    ====================================  ============  ================  =======
 
-    ``suspect`` is also True where another optimizer's block has overflowed in shared tensors, and where tensors have
-    come to the optimizer. The next step then looks at its gradients itself. Where nothing is scaled, ``overflows`` and
-    ``suspect`` stay as they begin, and ``skipped`` becomes False with the first step.
+    ``checks_gradients`` is also True where another optimizer's block has overflowed in shared tensors, and where
+    tensors have come to the optimizer. The next step then looks at its gradients itself. Where nothing is scaled,
+    ``overflows`` and ``checks_gradients`` stay as they begin, and ``skipped`` becomes False with the first step.
 
     Attributes:
         session: The call of ``initialize`` that owns it.
@@ -58,9 +58,9 @@ class OptimizerState:
         shared: Ids of the leaves that another optimizer holds, too.
         overflows: For each scaler, whether a block since the last step overflowed, as one flag: the next step is
             skipped if any is set.
-        uncounted: The same of blocks that have left their scale alone: after the scaler's ``update_scale()``, the
-            script decides about the step.
-        suspect: Whether the next step looks at its gradients itself, since they may not be finite.
+        deferred_overflows: The same of blocks that have left their scale alone: after the scaler's ``update_scale()``,
+            the script decides about the step.
+        checks_gradients: Whether the next step looks at its gradients itself, since they may not be finite.
         delayed: Scalers whose transitions ``delay_unscale`` has left to the next block without it, step or
             ``amp.master_params``.
         unreduced: What the last blocks have left, if its gradients are those of this process alone.
@@ -79,8 +79,8 @@ class OptimizerState:
     leaves: Leaves = field(default_factory=Leaves)
     shared: Set[int] = frozenset()
     overflows: dict[LossScaler, torch.Tensor] = field(default_factory=dict)
-    uncounted: dict[LossScaler, Overflow] = field(default_factory=dict)
-    suspect: bool = False
+    deferred_overflows: dict[LossScaler, Overflow] = field(default_factory=dict)
+    checks_gradients: bool = False
     delayed: set[LossScaler] = field(default_factory=set)
     unreduced: Unreduced | None = None
     skipped: bool | None = None
@@ -99,29 +99,31 @@ class OptimizerState:
     # -- overflows -----------------------------------------------------------------------------------------------------
     def note_overflow(self, overflow: Overflow) -> None:
         """Note what a block has found: the next step is skipped if the flag is set."""
-        if overflow.uncounted is not None:
-            self._note_uncounted(overflow)
+        if overflow.deferred is not None:
+            self._note_deferred(overflow)
             return
         scaler, flag, _ = overflow
         earlier = self.overflows.get(scaler)
         self.overflows[scaler] = flag if earlier is None else torch.maximum(earlier, flag)
 
-    def _note_uncounted(self, overflow: Overflow) -> None:
+    def _note_deferred(self, overflow: Overflow) -> None:
         """Note a pass that has left the scale alone, in one flag with others since the scaler's last transition."""
-        earlier = self.uncounted.get(overflow.scaler)
+        earlier = self.deferred_overflows.get(overflow.scaler)
         if earlier is None or earlier.is_decided:
-            self.uncounted[overflow.scaler] = overflow
-        elif earlier.uncounted is overflow.uncounted:
-            self.uncounted[overflow.scaler] = overflow._replace(flag=torch.maximum(earlier.flag, overflow.flag))
+            self.deferred_overflows[overflow.scaler] = overflow
+        elif earlier.deferred is overflow.deferred:
+            self.deferred_overflows[overflow.scaler] = overflow._replace(
+                flag=torch.maximum(earlier.flag, overflow.flag)
+            )
         else:  # the scaler has made its transition since
-            self.note_overflow(earlier._replace(uncounted=None))
-            self.uncounted[overflow.scaler] = overflow
+            self.note_overflow(earlier._replace(deferred=None))
+            self.deferred_overflows[overflow.scaler] = overflow
 
     def forget_overflows(self) -> None:
         """Forget the overflows of gradients that are gone."""
         self.overflows = {}
-        self.uncounted = {}
-        self.suspect = False
+        self.deferred_overflows = {}
+        self.checks_gradients = False
 
     def forget_gradients(self) -> None:
         """Forget all that is known of gradients: ``zero_grad`` has cleared them."""
@@ -141,12 +143,12 @@ class OptimizerState:
         Gradients of tensors without a master stay until they are cleared, as in plain torch; so do those of masters
         that another optimizer shares. They may not be finite unless the step was made.
         """
-        may_have_overflowed = self.suspect or bool(self.overflows or self.uncounted)
+        may_have_overflowed = self.checks_gradients or bool(self.overflows or self.deferred_overflows)
         self.overflows = {}
-        self.uncounted = {}
+        self.deferred_overflows = {}
         self.delayed.clear()
         was_made = skipped is False
-        self.suspect = may_have_overflowed and not was_made
+        self.checks_gradients = may_have_overflowed and not was_made
         for master in self.leaves.masters:
             if id(master.half) not in self.shared:
                 # As :meth:`Master.drop_gradient`, for thousands of masters at each step.
@@ -213,7 +215,7 @@ def follow_groups(unscaled: Set[int] = frozenset()) -> None:
             master.drop_cleared_gradient()
         stash.look_up_anew(optimizer)
         if stash.session.has_scaled:
-            stash.suspect = True  # an overflow may have left gradients of what it holds now
+            stash.checks_gradients = True  # an overflow may have left gradients of what it holds now
             _drop_gradients(stash.leaves.part(stash.leaves.ids() - known))
     _note_shared(optimizers)
 

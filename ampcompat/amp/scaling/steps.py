@@ -55,7 +55,7 @@ def make_or_skip_step(optimizer: Optimizer, stash: OptimizerState, original: Cal
     if has_masters or stash.delayed or adapter_state.adapters or observer_state.observers or stash.undecided_steps:
         make_ready(optimizer, stash)
     flags: list[StepFlag] = []
-    if stash.overflows or stash.uncounted or stash.suspect:
+    if stash.overflows or stash.deferred_overflows or stash.checks_gradients:
         flags = flags_of(stash)
     decides_on_device = bool(flags) and skips_on_device(optimizer)
     if flags and not decides_on_device:
@@ -102,10 +102,10 @@ def flags_of(stash: OptimizerState) -> list[StepFlag]:
     flags: list[StepFlag] = []
     for scaler, flag in stash.overflows.items():
         flags.append(StepFlag(scaler, flag))
-    for overflow in stash.uncounted.values():
+    for overflow in stash.deferred_overflows.values():
         if not overflow.is_decided:
             flags.append(StepFlag(overflow.scaler, overflow.flag))
-    if stash.suspect:
+    if stash.checks_gradients:
         gradients = stash.leaves.gradients()
         if gradients:
             flags.append(StepFlag(None, any_non_finite(gradients)))
@@ -298,7 +298,7 @@ def step_with_closure(
 
     if not _evaluates_first(optimizer):  # it begins with gradients that blocks have given
         make_ready(optimizer, stash)
-        has_acted = bool(stash.overflows or stash.uncounted)
+        has_acted = bool(stash.overflows or stash.deferred_overflows)
     if has_acted:
         overflowed = _take_flags(stash)
         if overflowed:
@@ -331,5 +331,5 @@ def _take_flags(stash: OptimizerState) -> list[StepFlag]:
     flags = flags_of(stash)
     overflowed = flags_set(flags) if flags else []
     stash.forget_overflows()
-    stash.suspect = bool(overflowed)
+    stash.checks_gradients = bool(overflowed)
     return overflowed

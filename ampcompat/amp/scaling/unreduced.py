@@ -58,7 +58,7 @@ def bring_back(block: OpenBlock) -> None:
     for master in block.brought.masters:
         if master.value.grad is not None:
             master.half.grad = _scaled(master.value.grad, scale).to(master.dtype)
-    for param in block.brought.direct:
+    for param in block.brought.masterless:
         if param in block.saved:
             param.grad = _scaled(block.saved[param], scale)
     for holder in holders:

@@ -50,7 +50,7 @@ def save_grads(leaves: Leaves, saved: dict[torch.Tensor, torch.Tensor]) -> None:
         else:
             master.half.grad = None
             master.grad_shown = False
-    for param in leaves.direct:
+    for param in leaves.masterless:
         grad = param.grad
         if grad is None:
             continue
@@ -74,28 +74,28 @@ def unscale_new(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) 
     """
     masters = leaves.masters
     half_gradients = {master: grad for master in masters if (grad := master.half.grad) is not None}
-    direct_grads = [grad for grad in map(_GRAD, leaves.direct) if grad is not None]
-    if any(map(_IS_SPARSE, direct_grads)):
-        direct_grads = _entries_of_each(leaves.direct)
+    masterless_grads = [grad for grad in map(_GRAD, leaves.masterless) if grad is not None]
+    if any(map(_IS_SPARSE, masterless_grads)):
+        masterless_grads = _entries_of_each(leaves.masterless)
     if adapter_state.adapters:
-        direct_grads = list(map(_torch.local_part, direct_grads))
-    has_new_grads = bool(half_gradients or direct_grads)
-    if any(map(_REQUIRES_GRAD, half_gradients.values())) or any(map(_REQUIRES_GRAD, direct_grads)):
+        masterless_grads = list(map(_torch.local_part, masterless_grads))
+    has_new_grads = bool(half_gradients or masterless_grads)
+    if any(map(_REQUIRES_GRAD, half_gradients.values())) or any(map(_REQUIRES_GRAD, masterless_grads)):
         _unscale_in_graph(leaves, scaler, scale)
         half_gradients = {master: grad for master, grad in half_gradients.items() if not grad.requires_grad}
-        direct_grads = [grad for grad in direct_grads if not grad.requires_grad]
+        masterless_grads = [grad for grad in masterless_grads if not grad.requires_grad]
     if half_gradients:
         # Float32 copies become the gradients of masters that have none, so that none is freed chunk by chunk. The first
         # master stands for all: nearly always they are alike, and only the peak of memory depends on it.
         copies_stay = next(iter(half_gradients)).value.grad is None
         for chunk in [half_gradients] if copies_stay else _in_chunks(half_gradients, scale):
-            _add_to_masters(chunk, direct_grads, scaler, scale)
-            direct_grads = []  # unscaled with the first chunk, in the same kernel
-    elif direct_grads and scale is not None:
-        scaler.unscale_grads(direct_grads, scale)
+            _add_to_masters(chunk, masterless_grads, scaler, scale)
+            masterless_grads = []  # unscaled with the first chunk, in the same kernel
+    elif masterless_grads and scale is not None:
+        scaler.unscale_grads(masterless_grads, scale)
     if scale is not None:
         for adapter in adapter_state.adapters:
-            _share_overflow(adapter, scaler, leaves.direct)
+            _share_overflow(adapter, scaler, leaves.masterless)
     if len(half_gradients) < len(masters):
         drop_cleared(masters)  # a script may zero gradients in the block, and then clear some
         show_sums(masters)
@@ -110,7 +110,7 @@ def _unscale_in_graph(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | 
     weights are added to their masters', which then lead to the half weights. apex divided outside the graph.
     """
     grads: list[torch.Tensor] = []
-    for param in leaves.direct:
+    for param in leaves.masterless:
         grad = param.grad
         if grad is not None and grad.requires_grad:
             grads.append(grad)
@@ -151,10 +151,10 @@ def _share_overflow(adapter: Adapter, scaler: LossScaler, params: list[torch.Ten
         scaler.add_found_inf(flag)
 
 
-def _entries_of_each(direct: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The numbers of the gradients of ``direct``, some of them sparse, which hold each index once after that."""
+def _entries_of_each(params: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The numbers of the gradients of ``params``, some of them sparse, which hold each index once after that."""
     entries = []
-    for param in direct:
+    for param in params:
         if param.grad is None:
             continue
         if param.grad.is_sparse:
@@ -175,11 +175,11 @@ def _in_chunks(half_gradients: HalfGradients, scale: torch.Tensor | None) -> Ite
 
 def _add_to_masters(
     half_gradients: HalfGradients,
-    direct_grads: list[torch.Tensor],
+    masterless_grads: list[torch.Tensor],
     scaler: LossScaler,
     scale: torch.Tensor | None,
 ) -> None:
-    """Add ``half_gradients``, in float32 and unscaled, to their masters' gradients; unscale ``direct_grads`` too."""
+    """Add ``half_gradients``, in float32 and unscaled, to their masters'; unscale ``masterless_grads`` too."""
     if any(map(_IS_SPARSE, half_gradients.values())):
         grads = _sparse_float32_copies(half_gradients)
         entries = list(map(entries_of, grads))
@@ -191,7 +191,7 @@ def _add_to_masters(
         grads = _torch.float32_copies(list(half_gradients.values()), list(map(_VALUE, half_gradients)))
         entries = grads
     if scale is not None:
-        scaler.unscale_grads(direct_grads + entries, scale)
+        scaler.unscale_grads(masterless_grads + entries, scale)
     sums: list[torch.Tensor] = []
     addends: list[torch.Tensor] = []
     for master, grad in zip(half_gradients, grads, strict=True):
@@ -261,7 +261,7 @@ def clear_in_model(leaves: Leaves) -> None:
     for master in leaves.masters:
         master.half.grad = None
         master.grad_shown = False
-    for param in leaves.direct:
+    for param in leaves.masterless:
         param.grad = None
     drop_unreduced(leaves)
 
