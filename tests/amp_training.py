@@ -4,7 +4,9 @@ import torch
 
 from ampcompat import amp
 from ampcompat._state import state
+from ampcompat.amp.casts.contexts import cast_state
 from ampcompat.amp.observers import observers
+from ampcompat.amp.scaling.session import call_state
 from ampcompat.tools import explain
 from ampcompat.tools.explain.observer import OverflowExplainer
 
@@ -28,12 +30,12 @@ def reset():
 
 
 def is_initialized():
-    return state.session is not None
+    return call_state.latest is not None
 
 
 def casts():
     """What the process knows of where casts are on."""
-    return state.casts
+    return cast_state
 
 
 def explainer():

@@ -11,12 +11,17 @@ float32 one.
 from dataclasses import fields
 
 from ampcompat._state import state
+from ampcompat.amp._amp_state import view_state
+from ampcompat.amp.casts.rules import op_rules
 from ampcompat.amp.half.masters import half_written, value_written
 from ampcompat.amp.half.masters import master_of as master_of
 from ampcompat.amp.half.record import masters_by_name as masters_by_name
 from ampcompat.amp.half.record import masters_of as masters_of
 from ampcompat.amp.misuse import watch
 from ampcompat.amp.misuse.watch import Watch
+from ampcompat.amp.observers import observer_state
+from ampcompat.amp.scaling.gradients import block_state
+from ampcompat.amp.scaling.session import call_state
 
 
 def is_due(master):
@@ -32,12 +37,12 @@ def reset():
 # -- the process -------------------------------------------------------------------------------------------------------
 def is_anything_initialized():
     """Whether a call of ``initialize`` or ``init`` has succeeded."""
-    return state.session is not None
+    return call_state.latest is not None
 
 
 def view():
     """What ``amp._amp_state`` shows, by name."""
-    return dict(state.view)
+    return dict(view_state.view)
 
 
 def warnings_given():
@@ -51,35 +56,33 @@ def undos():
 
 
 def fields_of_state():
-    """The names of the parts of the state of the process."""
-    return [field.name for field in fields(state)]
+    """The names of the fields of each part of the state of the process, by the class of the part."""
+    return {type(part): [field.name for field in fields(part)] for part in state.parts()}
 
 
 def sizes_of_state():
     """How many things each container in the state of the process holds."""
     found = {}
-    for name, held in vars(state).items():
-        if hasattr(held, "__len__"):
-            found[name] = len(held)
-        elif hasattr(held, "__dict__"):
-            found.update({f"{name}.{k}": len(v) for k, v in vars(held).items() if hasattr(v, "__len__")})
+    for part in state.parts():
+        for name, held in vars(part).items():
+            if hasattr(held, "__len__"):
+                found[f"{type(part).__name__}.{name}"] = len(held)
     return found
 
 
 def process_state():
     """What is known of gradients in the whole process, by name."""
-    names = ("open_blocks",)
-    return {name: getattr(state, name) for name in names}
+    return {"open_blocks": block_state.open_blocks}
 
 
 def device_types_with_rules():
     """The device types that apex's op lists are registered for."""
-    return set(state.rules.plans)
+    return set(op_rules.plans)
 
 
 def observers():
     """The tools that are called with losses, gradients and steps; not amp's own watch over the first blocks."""
-    return [observer for observer in state.observers if not isinstance(observer, Watch)]
+    return [observer for observer in observer_state.observers if not isinstance(observer, Watch)]
 
 
 def has_policy(module):
@@ -129,7 +132,7 @@ def overflow_flags(optimizer):
 
 def is_watched():
     """Whether mistakes are looked for: in the first blocks."""
-    return any(isinstance(observer, Watch) for observer in state.observers)
+    return any(isinstance(observer, Watch) for observer in observer_state.observers)
 
 
 def end_watch():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Final
@@ -47,32 +48,74 @@ class DataWrites:
     """Counts writes to one tensor that do not move its version: through its ``data``, and what :meth:`add` notes.
 
     ``tensor.data`` is another tensor at each access, with a version of its own. From a watched parameter, each of them
-    shares the version of :attr:`counter`, as a tensor and its ``detach()`` do: a write through any of them, or through
-    a view of one, moves it, also when the script has let go of that tensor.
+    shares the version of a counter, as a tensor and its ``detach()`` do: a write through any of them, or through a view
+    of one, moves it, also when the script has let go of that tensor.
+
+    While a script or a graph holds such a tensor, the next has another counter: a graph that has saved the one goes
+    backward although the other was written, as in plain torch.
 
     Attributes:
-        counter: An empty tensor, whose version counts.
+        counter: An empty tensor, whose version counts writes through the latest ``data``.
+        latest: What ``data`` gave out last.
+        held: The same of earlier tensors that were held when ``data`` was asked for again.
+        added: Writes that no version counts any more, or never did.
     """
 
-    __slots__ = ("_version_seen", "counter")
+    __slots__ = ("_seen", "added", "counter", "held", "latest")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        with torch.inference_mode(False):  # tensors of inference mode have no version
-            self.counter = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        self._version_seen = self.counter._version
+        self.counter = _new_counter(tensor)
+        self.latest: weakref.ref[torch.Tensor] | None = None
+        self.held: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
+        self.added = 0
+        self._seen = self._count()
+
+    def _count(self) -> int:
+        """How many writes there were."""
+        count: int = self.counter._version + self.added
+        for _, counter in self.held:
+            count += counter._version
+        return count
 
     @property
     def happened(self) -> bool:
         """Whether there was a write since the last :meth:`forget`."""
-        return self.counter._version != self._version_seen
+        return self._count() != self._seen
 
     def add(self) -> None:
         """Count a write that torch does not count."""
-        set_versions([self.counter], [self.counter._version + 1])
+        self.added += 1
 
     def forget(self) -> None:
         """Make what was written so far count no more."""
-        self._version_seen = self.counter._version
+        self._seen = self._count()
+
+    def data_of(self, param: torch.Tensor) -> torch.Tensor:
+        """``param.data``, writes through which count."""
+        if self.latest is not None and self.latest() is not None:
+            self._hold(self.latest)
+        data = self.counter.detach()
+        _DATA.__set__(data, param)
+        self.latest = weakref.ref(data)
+        return data
+
+    def _hold(self, latest: weakref.ref[torch.Tensor]) -> None:
+        """Keep the counter of ``latest``, which is held, beside a new one; add up those of tensors that are gone."""
+        held = []
+        for data, counter in self.held:
+            if data() is None:
+                self.added += counter._version
+            else:
+                held.append((data, counter))
+        held.append((latest, self.counter))
+        self.held = held
+        self.counter = _new_counter(self.counter)
+
+
+def _new_counter(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty tensor that can take the place of one like ``tensor``."""
+    with torch.inference_mode(False):  # tensors of inference mode have no version
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
 def watch_parameter_data(writes_of: Callable[[torch.Tensor, bool], DataWrites | None], undo: ExitStack) -> None:
@@ -88,9 +131,7 @@ def watch_parameter_data(writes_of: Callable[[torch.Tensor, bool], DataWrites | 
     def get(param: torch.Tensor) -> torch.Tensor:
         writes = writes_of(param, False)
         if writes is not None and _can_share_version():
-            data = writes.counter.detach()
-            _DATA.__set__(data, param)
-            return data
+            return writes.data_of(param)
         if writes is not None:
             writes.add()  # there may be one, which would not be counted
         plain: torch.Tensor = _DATA.__get__(param)

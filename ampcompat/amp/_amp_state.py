@@ -9,42 +9,59 @@ Scripts read ``loss_scalers``, ``opt_properties`` and ``handle`` here, test for 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ampcompat._log import say
-from ampcompat._state import state
+from ampcompat._state import Part, state
 from ampcompat.amp.options import number
 
 
+def _nothing_initialized() -> dict[str, Any]:
+    return {"hard_override": False, "allow_incoming_model_not_fp32": False, "verbosity": 1}
+
+
+@dataclass(eq=False)
+class ViewState(Part):
+    """What ``amp._amp_state`` shows.
+
+    Attributes:
+        view: Its attributes.
+        find_scalers: Finds ``loss_scalers``; None until a call of ``initialize`` has made some.
+    """
+
+    view: dict[str, Any] = field(default_factory=_nothing_initialized)
+    find_scalers: Callable[[], list[Any]] | None = None
+
+
+view_state = state.add(ViewState())
+
+
 class AmpState:
-    """A view of ``state.view``, so that a reset clears its attributes."""
+    """A view of ``view_state.view``, so that a reset clears its attributes."""
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loss_scalers":
-            calls = state.calls_shown()
-            if calls:
-                return calls[0].scalers
-        if name.startswith("__") or name not in state.view:
+        if name == "loss_scalers" and view_state.find_scalers is not None:
+            return view_state.find_scalers()
+        if name.startswith("__") or name not in view_state.view:
             raise AttributeError(f"_amp_state has no attribute {name!r}; amp.initialize has not set it")
-        return state.view[name]
+        return view_state.view[name]
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name == "loss_scalers":
-            calls = state.calls_shown()
-            if calls and calls[0].enabled:
-                raise AttributeError(
-                    f"amp._amp_state.loss_scalers = {value!r} - the list belongs to the call of amp.initialize - put"
-                    " scalers into it, one per loss: amp._amp_state.loss_scalers[0] = amp.scaler.LossScaler(128.0)."
-                )
+        if name == "loss_scalers" and view_state.find_scalers is not None:
+            raise AttributeError(
+                f"amp._amp_state.loss_scalers = {value!r} - the list belongs to the call of amp.initialize - put"
+                " scalers into it, one per loss: amp._amp_state.loss_scalers[0] = amp.scaler.LossScaler(128.0)."
+            )
         if name == "verbosity":
             value = _checked_verbosity(value)
-        state.view[name] = value
+        view_state.view[name] = value
 
     def __delattr__(self, name: str) -> None:
-        if state.view.pop(name, self) is self:
+        if view_state.view.pop(name, self) is self:
             raise AttributeError(name)
 
 

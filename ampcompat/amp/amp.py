@@ -11,9 +11,8 @@ from typing import Any, ParamSpec
 
 import torch
 
-from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES
-from ampcompat.amp._amp_state import _amp_state
+from ampcompat.amp._amp_state import _amp_state, view_state
 from ampcompat.amp.casts.registration import (
     bfloat16_function,
     float_function,
@@ -24,11 +23,13 @@ from ampcompat.amp.casts.registration import (
     register_half_function,
     register_promote_function,
 )
+from ampcompat.amp.casts.rules import op_rules
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.levels import casting_level
 from ampcompat.amp.properties import read_properties
+from ampcompat.amp.scaling.optimizer_state import scalers_shown
 from ampcompat.amp.scaling.scaler import LossScaler
-from ampcompat.amp.scaling.session import Session
+from ampcompat.amp.scaling.session import Session, call_state
 from ampcompat.amp.session_casts import begin_casts_of_init
 
 __all__ = ["bfloat16_function", "float_function", "half_function", "init", "promote_function"]
@@ -100,15 +101,16 @@ def init(
         return no_op
     level = casting_level(patch_type or torch.float16)
     properties, half_dtype = read_properties(level, {"loss_scale": loss_scale})
-    latest = state.session
+    latest = call_state.latest
     follows_initialize = latest is not None and not latest.by_init
     if latest is not None and follows_initialize and patch_type is None:
         half_dtype = latest.half_dtype
     session = Session(properties, half_dtype, scalers=[LossScaler(properties.loss_scale)], by_init=True)
-    state.rules.allow_banned = allow_banned
+    op_rules.allow_banned = allow_banned
     begin_casts_of_init(session)
     handle = AmpHandle(session)
     if not follows_initialize:
-        state.session = session
-        state.view.update(opt_properties=properties, handle=handle)
+        call_state.latest = session
+        view_state.find_scalers = scalers_shown
+        view_state.view.update(opt_properties=properties, handle=handle)
     return handle

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ampcompat import _torch
-from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES, Optimizer, is_optimizer
+from ampcompat.amp._amp_state import view_state
 from ampcompat.amp.half.record import half_weights
 from ampcompat.amp.levels import LEVELS
 
@@ -107,7 +107,7 @@ def _refuse_unsupported_weights(module: torch.nn.Module, cast_before: bool) -> N
         module: A part of a model.
         cast_before: Whether its weights may be half by an earlier call of ``initialize``.
     """
-    allows_half: bool = state.view["allow_incoming_model_not_fp32"]
+    allows_half: bool = view_state.view["allow_incoming_model_not_fp32"]
     for name, param in module._parameters.items():
         if param is None:
             continue

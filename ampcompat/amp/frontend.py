@@ -12,22 +12,24 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._log import say, say_once
-from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES, Optimizer, Options
 from ampcompat.amp import arguments
+from ampcompat.amp._amp_state import view_state
 from ampcompat.amp._process_optimizer import AmpOptimizerState
 from ampcompat.amp.adapters import checkpoint_names, ddp, fsdp, wrapped
 from ampcompat.amp.casts.rules import rules_by_name
 from ampcompat.amp.half.boundary import BoundaryPolicy, replace_policy
 from ampcompat.amp.half.casting import cast_weights
+from ampcompat.amp.half.devices import model_index
 from ampcompat.amp.half.forward import ModelPolicy
 from ampcompat.amp.half.keep_fp32 import select
 from ampcompat.amp.half.masters import watch_torch
 from ampcompat.amp.half.model_class import set_policy
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
+from ampcompat.amp.known_optimizers import optimizer_index
 from ampcompat.amp.levels import LEVELS
 from ampcompat.amp.misuse.watch import watch_more
-from ampcompat.amp.observers import notify
+from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.options import check_keywords
 from ampcompat.amp.properties import Properties, read_properties
 from ampcompat.amp.scaling import checkpoint
@@ -35,9 +37,9 @@ from ampcompat.amp.scaling import optimizer as amp_optimizer
 from ampcompat.amp.scaling.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.scaling.clearing import watch_modules
 from ampcompat.amp.scaling.exchange import model_tensor
-from ampcompat.amp.scaling.optimizer_state import follow_groups
+from ampcompat.amp.scaling.optimizer_state import calls_shown, follow_groups, scalers_shown
 from ampcompat.amp.scaling.scaler import LossScaler
-from ampcompat.amp.scaling.session import Session
+from ampcompat.amp.scaling.session import Session, call_state
 from ampcompat.amp.session_casts import begin_casts, release_casts
 
 if TYPE_CHECKING:
@@ -169,7 +171,7 @@ def initialize(
         objects = _Objects(_models_under_amp(models), arguments.as_optimizers(optimizers))
         units = _torch.sharded_units(objects.models)
         objects.changes = fsdp.plan(units, objects.models, session.properties.options)
-    if state.optimizers.live:
+    if optimizer_index.live:
         _collect_unused(objects.models, objects.optimizers)
         _refuse_to_leave(objects.models, objects.optimizers, session.policy)
     if isinstance(enabled, str):
@@ -182,8 +184,8 @@ def initialize(
     if enabled:
         if session.policy.master_weights:
             checkpoint_names.install()
-        state.view["verbosity"] = int(verbosity)
-        if state.observers:
+        view_state.view["verbosity"] = int(verbosity)
+        if observer_state.observers:
             notify("on_initialize")
     return models if optimizers is None else (models, optimizers)
 
@@ -251,7 +253,7 @@ def _collect_unused(models: Modules, given: list[Optimizer]) -> None:
 def _share_with_others(models: Modules, given: list[Optimizer]) -> bool:
     """Whether an optimizer under amp that is not ``given`` holds a tensor of ``models`` or of a given optimizer."""
     held = _ids_in(models).union(*map(_ids_held_by, given))
-    others = [other for other in state.optimizers.listed() if not any(other is one for one in given)]
+    others = [other for other in optimizer_index.listed() if not any(other is one for one in given)]
     return any(not held.isdisjoint(_ids_held_by(other)) for other in others)
 
 
@@ -262,7 +264,7 @@ def _refuse_to_leave(models: Modules, given: list[Optimizer], policy: ModelPolic
     loss. Optimizers of calls with the same policy stay where they are, and keep their loss scale.
     """
     changed = _ids_in(models)
-    for optimizer in state.optimizers.listed():
+    for optimizer in optimizer_index.listed():
         if not _would_be_left(optimizer, given, policy) or changed.isdisjoint(_ids_held_by(optimizer)):
             continue
         before = optimizer._amp_stash.session.properties.opt_level
@@ -334,7 +336,7 @@ def _take_over(session: Session, objects: _Objects) -> None:
     newcomers = _ids_that_come_under_amp(objects.models)
     held = set().union(*map(_ids_held_by, objects.optimizers))
     if not held <= newcomers:  # blocks of earlier calls may have given scaled gradients to what is not new
-        earlier = state.calls_shown() if state.session is None else [state.session, *state.calls_shown()]
+        earlier = calls_shown() if call_state.latest is None else [call_state.latest, *calls_shown()]
         session.has_scaled = any(call.has_scaled for call in earlier)
     if objects.changes:
         fsdp.apply(objects.changes)
@@ -357,8 +359,9 @@ def _take_over(session: Session, objects: _Objects) -> None:
         watch_modules()
         if session.policy.master_weights or not all(scaler.is_one for scaler in session.scalers):
             watch_more(len(session.scalers))
-    state.view = view
-    state.session = session
+    view_state.view = view
+    call_state.latest = session
+    view_state.find_scalers = scalers_shown
     if session.enabled:
         checkpoint.restore_after_initialize()
     else:
@@ -367,12 +370,12 @@ def _take_over(session: Session, objects: _Objects) -> None:
 
 def _ids_that_come_under_amp(models: Modules) -> set[int]:
     """Ids of the parameters of ``models`` that are under amp for the first time."""
-    return _ids_in([model for model in models if model not in state.models.live])
+    return _ids_in([model for model in models if model not in model_index.live])
 
 
 def _view_of(session: Session, objects: _Objects) -> dict[str, Any]:
     """Return what ``amp._amp_state`` shows once ``session`` is in force."""
-    view = {**state.view, "opt_properties": session.properties}
+    view = {**view_state.view, "opt_properties": session.properties}
     takes_out = bool(objects.models) or any("_amp_stash" in vars(optimizer) for optimizer in objects.optimizers)
     if session.enabled or takes_out:
         view["handle"] = AmpHandle(session) if session.policy.casts.enabled else NoOpHandle()
@@ -416,4 +419,4 @@ def _release_optimizer(optimizer: Optimizer) -> None:
     """Take ``optimizer`` out of amp, if it is under it; ``scale_loss`` does nothing with it from now on."""
     if "_amp_stash" in vars(optimizer):
         amp_optimizer.detach(optimizer)
-    state.optimizers.disabled[optimizer] = None
+    optimizer_index.disabled[optimizer] = None

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from ampcompat._state import state
 from ampcompat.amp._amp_state import master_params
 from ampcompat.amp._process_optimizer import AmpOptimizerState
 from ampcompat.amp.adapters import wrapped
-from ampcompat.amp.casts.contexts import disable_casts
+from ampcompat.amp.casts.contexts import cast_state, disable_casts
 from ampcompat.amp.scaling import optimizer as _optimizer
 from ampcompat.amp.scaling.scale_loss import scale_loss
 from ampcompat.amp.scaling.scaler import LossScaler
@@ -79,7 +78,7 @@ class NoOpHandle(AmpHandle):
 
     def is_active(self) -> bool:
         """Whether casts of an earlier call are in force outside of its models."""
-        return state.casts.ambient is not None
+        return cast_state.ambient is not None
 
 
 class OptimWrapper:

@@ -24,29 +24,44 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-from ampcompat._state import state
+from ampcompat._state import Part, state
+
+
+@dataclass(eq=False)
+class ObserverState(Part):
+    """The tools that watch this process.
+
+    Attributes:
+        observers: Those that are called with losses, gradients and steps, in this order.
+    """
+
+    observers: list[Any] = field(default_factory=list)
+
+
+observer_state = state.add(ObserverState())
 
 
 def observers() -> list[Any]:
     """Return the observers in force, in the order in which they are called."""
-    return state.observers
+    return observer_state.observers
 
 
 @contextmanager
 def observing(observer: Any) -> Iterator[None]:
     """Tell ``observer`` of what happens inside."""
-    state.observers.append(observer)
+    observer_state.observers.append(observer)
     try:
         yield
     finally:
-        state.observers[:] = [other for other in state.observers if other is not observer]
+        observer_state.observers[:] = [other for other in observer_state.observers if other is not observer]
 
 
 def notify(event: str, *args: Any) -> None:
-    """Call the method ``event`` of every observer that has it. Check ``state.observers`` first on hot paths."""
-    for observer in list(state.observers):
+    """Call the method ``event`` of every observer that has it. On hot paths, first ask whether there are any."""
+    for observer in list(observer_state.observers):
         method = getattr(observer, event, None)
         if method is not None:
             method(*args)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from ampcompat import _torch
 from ampcompat._log import warn_once
-from ampcompat._state import state
 from ampcompat.amp.casts import cpu_convolution
 from ampcompat.amp.casts.ambience import (
     install_casting,
@@ -16,14 +15,15 @@ from ampcompat.amp.casts.ambience import (
     set_ambient,
     uninstall_casting,
 )
-from ampcompat.amp.half.devices import device_types_of
+from ampcompat.amp.casts.contexts import cast_state
+from ampcompat.amp.half.devices import device_types_of, model_index
 from ampcompat.amp.scaling.session import Session
 
 
 def begin_casts(session: Session) -> None:
     """Bring the casts of ``session``, if it has any, into force, and ambient casts to the devices of live models."""
-    held = device_types_of(state.models.live)
-    if state.models.live and not held:  # models without tensors alone: they compute where their inputs are
+    held = device_types_of(model_index.live)
+    if model_index.live and not held:  # models without tensors alone: they compute where their inputs are
         held = {_torch.accelerator(), "cpu"}
     session.device_types = held & set(_torch.autocast_device_types())
     if session.policy.casts.enabled:
@@ -35,16 +35,16 @@ def begin_casts(session: Session) -> None:
     elif session.policy.half_dtype is not None and "cpu" in session.device_types:
         cpu_convolution.acquire()
     _uninstall_if_unused()  # first, because it forgets the device types: this call may have changed the last O1 model
-    of_init = [other.device_types for other in state.casts.sessions if not other.has_models]
+    of_init = [other.device_types for other in cast_state.sessions if not other.has_models]
     set_ambient(session.device_types.union(*of_init))
 
 
 def begin_casts_of_init(session: Session) -> None:
     """Make the casts of ``session``, of ``amp.init``, ambient, and cast functions in the forwards of all models."""
-    of_models = device_types_of(state.models.live) & set(_torch.autocast_device_types())
+    of_models = device_types_of(model_index.live) & set(_torch.autocast_device_types())
     session.device_types = of_models | {_torch.accelerator()}
     install_casting(session.device_types)
-    for model in state.models.live:
+    for model in model_index.live:
         policy = model.__dict__["_amp_policy"]
         if not policy.casts.enabled:  # forwards at other levels cast functions too, into their own half dtype
             session.casting.append(policy)
@@ -55,7 +55,7 @@ def begin_casts_of_init(session: Session) -> None:
 
 def _come_into_force(session: Session) -> None:
     """Make ``session`` the latest of the calls that cast functions, and forget those whose models are gone."""
-    state.casts.sessions = [*(other for other in sessions_in_force() if other is not session), session]
+    cast_state.sessions = [*(other for other in sessions_in_force() if other is not session), session]
 
 
 def _warn_of_no_autocast(session: Session, device_type: str) -> None:
@@ -77,7 +77,7 @@ def end_casts(session: Session) -> None:
 def release_casts() -> None:
     """Make the casts of the latest call that still casts the ambient ones; without any, take all patches off torch."""
     _uninstall_if_unused()
-    set_ambient(state.casts.device_types)
+    set_ambient(cast_state.device_types)
 
 
 def _uninstall_if_unused() -> None:

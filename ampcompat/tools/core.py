@@ -22,6 +22,7 @@ from ampcompat._types import ParamGroup as ParamGroup
 from ampcompat.amp.casts.contexts import CastsOff as CastsOff
 from ampcompat.amp.casts.trees import map_tree as map_tree
 from ampcompat.amp.casts.trees import tensors_in as tensors_in
+from ampcompat.amp.half.devices import model_index
 from ampcompat.amp.half.forward import Args as Args
 from ampcompat.amp.half.forward import Kwargs as Kwargs
 from ampcompat.amp.half.masters import Master as Master
@@ -33,6 +34,7 @@ from ampcompat.amp.observers import observers as observers
 from ampcompat.amp.observers import observing as observing
 from ampcompat.amp.scaling import optimizer as _optimizer
 from ampcompat.amp.scaling.scaler import LossScaler as LossScaler
+from ampcompat.amp.scaling.session import call_state
 from ampcompat.amp.scaling.steps import flags_of
 
 
@@ -53,7 +55,7 @@ class LatestCall(NamedTuple):
 
 def latest_call() -> LatestCall | None:
     """What the latest ``initialize`` was asked for; None before the first."""
-    latest = state.session
+    latest = call_state.latest
     if latest is None:
         return None
     policy = latest.policy
@@ -63,7 +65,7 @@ def latest_call() -> LatestCall | None:
 
 def live_models() -> list[torch.nn.Module]:
     """The models that ``initialize`` was given and that still live."""
-    return list(state.models.live)
+    return list(model_index.live)
 
 
 def at_reset(undo: Callable[[], object]) -> None:

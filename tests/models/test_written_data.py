@@ -15,6 +15,7 @@ from nets import MASTER_LEVELS
 from test_written_weights import STEPS, Run
 
 from ampcompat import amp
+from ampcompat.amp.half.masters import master_of
 
 
 def masters_data(run):
@@ -200,6 +201,56 @@ def test_another_shape_of_the_same_memory(level):
     assert (run.weights()["head.weight"][0] == 0.5).all()
 
 
+def assign(param):
+    param.data = param.data / 2
+
+
+def hand_to_a_collective(param):
+    master_of(param).count_as_written(param)
+
+
+def add_through_data(param):
+    param.data.add_(0)
+
+
+def add_through_a_view(param):
+    param.data.view(-1)[0] += 0
+
+
+@pytest.mark.parametrize("write", [assign, hand_to_a_collective, add_through_data, add_through_a_view])
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_write_through_data_leaves_graphs_alone(level, write):
+    """A layer that multiplies by ``weight.data`` and then updates it, as a codebook does; torch notices nothing."""
+    run = Run(level)
+    weight = run.model.head.weight
+    factor = torch.ones((), requires_grad=True)
+    loss = (factor * weight.data).float().sum()
+    want = weight.detach().float().sum()
+    for _ in range(3):
+        write(weight)
+    loss.backward()
+    assert torch.equal(factor.grad, want)
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_each_of_several_held_aliases_counts(level):
+    run = Run(level)
+    weight = run.model.head.weight
+    for index in range(3):  # those of the round before are gone
+        held = [weight.data for _ in range(3)]
+        for number, alias in enumerate(held):
+            run.step()
+            alias.fill_(number / 4)
+            assert (run.weights()["head.weight"] == number / 4).all(), index
+        del alias
+        held[1].zero_()
+        del held
+        assert (run.weights()["head.weight"] == 0).all(), index
+    writes = master_of(weight).half_data_writes
+    weight.data.sum()
+    assert len(writes.held) <= 3
+
+
 # -- a read is nothing -------------------------------------------------------------------------------------------------
 def loop(level, reads):
     """A step that logs the norm of each weight, or (``reads`` is None) does not."""
@@ -268,6 +319,21 @@ def test_what_data_gives_out_is_what_torch_gives_out(level):
         assert torch.equal(torch.load(buffer, weights_only=True), data)
         with torch.inference_mode():
             assert not param.data.is_inference()
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_autograd_sees_a_write_through_data_but_no_step(level):
+    """What a graph has saved of ``data`` must be what it was; a step, which moves no version, is not in its way."""
+    run = Run(level)
+    weight = run.model.head.weight
+    x = torch.ones(2, 4, dtype=weight.dtype, requires_grad=True)
+    before_step = (x * weight.data).sum()
+    run.step()
+    before_step.backward()
+    before_write = (x * weight.data).sum()
+    weight.data.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        before_write.backward()
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)

@@ -18,7 +18,7 @@ ROOT: Final = Path(__file__).parents[2]
 LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("_state", "_torch", "_types"),
     ("_log",),
-    ("lists", "observers", "hints", "levels", "options"),
+    ("lists", "observers", "known_optimizers", "hints", "levels", "options"),
     ("_amp_state",),
     ("properties",),
     ("casts",),
@@ -33,7 +33,7 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
 #: Modules of packages in which each imports only those before it.
 ORDER: Final[dict[str, tuple[str, ...]]] = {
     "casts": (
-        *("trees", "refusals", "rules", "contexts", "kernels", "wrappers"),
+        *("trees", "rules", "refusals", "contexts", "kernels", "wrappers"),
         *("cpu_convolution", "installation", "registration", "ambience"),
     ),
     "half": (

@@ -9,8 +9,8 @@ from layers import FACADE_MAY_IMPORT, LAYERS, ORDER, layered_name
 
 from ampcompat import amp
 
-#: What these hold belongs to modules above them, whose types they name.
-NAME_TYPES_ABOVE = ("_state", "_types")
+#: It describes optimizers, and what amp keeps at each is of a type above it.
+NAMES_TYPES_ABOVE = "_types"
 LEVEL = {name: index for index, layer in enumerate(LAYERS) for name in layer}
 
 
@@ -35,11 +35,16 @@ def test_modules_import_lower_layers_only():
         source, target = layered_name(one.source), layered_name(one.target)
         if None in (source, target) or source == target:
             continue
-        if source in NAME_TYPES_ABOVE and one.kind == "for types":
+        if source == NAMES_TYPES_ABOVE and one.kind == "for types":
             continue
         if LEVEL[target] >= LEVEL[source]:
             upward.append(described(one))
     assert upward == []
+
+
+def test_the_state_knows_no_other_module():
+    """Each module adds the part of the state that it owns: the state names none of them, lazily or for types either."""
+    assert [described(one) for one in imports() if one.source == "ampcompat._state"] == []
 
 
 @pytest.mark.parametrize("package", ORDER)

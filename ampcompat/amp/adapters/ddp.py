@@ -9,22 +9,39 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ampcompat import _torch
-from ampcompat._state import state
+from ampcompat._state import Part, state
 from ampcompat.amp.half.masters import align_written, master_of
+from ampcompat.amp.known_optimizers import optimizer_index
 from ampcompat.amp.scaling.adapter import Adapter, use
+
+
+@dataclass(eq=False)
+class DdpIndex(Part):
+    """Models in DDP.
+
+    Attributes:
+        wrappers: Every ``DistributedDataParallel``, torch's and apex's, made since the first ``initialize``; None
+            before.
+    """
+
+    wrappers: weakref.WeakSet[Any] | None = None
+
+
+ddp_index = state.add(DdpIndex())
 
 
 def install() -> None:
     """Patch DDP's constructor: from now on every new wrapper is recorded, and broadcasts masters too."""
-    if state.models.ddp is not None or not dist.is_available():
+    if ddp_index.wrappers is not None or not dist.is_available():
         return
-    state.models.ddp = weakref.WeakSet()
+    ddp_index.wrappers = weakref.WeakSet()
 
     def made(wrapper: Any, synchronised: bool) -> None:
         record(wrapper)
@@ -37,9 +54,9 @@ def install() -> None:
 
 def record(wrapper: Any) -> None:
     """Know ``wrapper``, a DDP of torch or of ours, if it was made after the first ``initialize``."""
-    if state.models.ddp is None:
+    if ddp_index.wrappers is None:
         return
-    state.models.ddp.add(wrapper)
+    ddp_index.wrappers.add(wrapper)
     use(_Ddp)
 
 
@@ -49,7 +66,7 @@ def broadcast_masters(module: torch.nn.Module, group: Any, ignored: set[str], ra
     Every rank has these. Rank 0 may have more, which it has saved: they follow their half weights, as after any write.
     """
     source = dist.get_global_rank(group, rank)
-    held = {id(master) for optimizer in state.optimizers.listed() for master in optimizer._amp_stash.leaves.masters}
+    held = {id(master) for optimizer in optimizer_index.listed() for master in optimizer._amp_stash.leaves.masters}
     for name, param in module.named_parameters():
         master = master_of(param)
         if master is None or name in ignored:
@@ -81,7 +98,7 @@ def _scalers_of(module: torch.nn.Module) -> list[Any]:
     """The scalers of every optimizer under amp that holds a parameter of ``module``, or its master."""
     held = {id(param) for param in module.parameters()}
     found: dict[Any, None] = {}
-    for optimizer in state.optimizers.listed():
+    for optimizer in optimizer_index.listed():
         if any(id(leaf) in held for leaf in optimizer._amp_stash.leaves.tensors()):
             found.update(dict.fromkeys(optimizer._amp_stash.session.scalers))
     return list(found)
@@ -92,11 +109,11 @@ class _Ddp(Adapter):
 
     def defers_reduction(self, leaves: Sequence[torch.Tensor]) -> bool:
         return _hold_any(
-            leaves, [wrapper for wrapper in state.models.ddp or () if not wrapper.require_backward_grad_sync]
+            leaves, [wrapper for wrapper in ddp_index.wrappers or () if not wrapper.require_backward_grad_sync]
         )
 
     def leaves_reduction_to_script(self, leaves: Sequence[torch.Tensor]) -> bool:
-        wrappers = state.models.ddp or ()
+        wrappers = ddp_index.wrappers or ()
         return _hold_any(leaves, [wrapper for wrapper in wrappers if _is_left_to_script(wrapper)])
 
 

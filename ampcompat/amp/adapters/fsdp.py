@@ -10,13 +10,15 @@ apex had no support for it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from ampcompat import _torch
-from ampcompat._state import state
+from ampcompat._state import Part, state
 from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.half.casting import target_dtype
 from ampcompat.amp.scaling.adapter import Adapter, use
@@ -25,6 +27,20 @@ _LINES = (
     "policy = MixedPrecisionPolicy(param_dtype={dtype}, reduce_dtype=torch.float32); fully_shard(model,"
     " mp_policy=policy); amp.initialize(model, optimizer, opt_level='O0', cast_model_type=False, loss_scale={scale!r})"
 )
+
+
+@dataclass(eq=False)
+class ShardIndex(Part):
+    """Models that ``fully_shard`` has sharded.
+
+    Attributes:
+        modules: Modules in models under amp that ``fully_shard`` was called on.
+    """
+
+    modules: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
+
+
+shard_index = state.add(ShardIndex())
 
 
 class Change(NamedTuple):
@@ -114,7 +130,7 @@ def apply(changes: list[Change]) -> None:
         for module, name in unit.holders():
             known: frozenset[str] = module.__dict__.get("_amp_sharded", frozenset())
             object.__setattr__(module, "_amp_sharded", known | {name})
-        state.models.sharded.add(unit.module)
+        shard_index.modules.add(unit.module)
     use(_Fsdp)
 
 
@@ -145,4 +161,4 @@ class _Fsdp(Adapter):
 
 
 def _units() -> list[_torch.ShardedUnit]:
-    return [_torch.ShardedUnit(module) for module in state.models.sharded]
+    return [_torch.ShardedUnit(module) for module in shard_index.modules]

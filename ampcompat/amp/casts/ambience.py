@@ -31,7 +31,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -40,9 +40,12 @@ from ampcompat._state import state
 from ampcompat.amp.casts import cpu_convolution, installation
 from ampcompat.amp.casts.contexts import (
     OFF,
+    Call,
     Casts,
     CastsOff,
+    Policy,
     Saved,
+    cast_state,
     disabled_depth,
     mark_switched_off,
     restore,
@@ -53,26 +56,18 @@ from ampcompat.amp.casts.contexts import (
 T = TypeVar("T")
 
 
-class Policy(Protocol):
-    """What casting needs from a model's policy, ``model._amp_policy``."""
-
-    casts: Casts
-    half_dtype: torch.dtype | None  # what weights were cast to
-
-
 # -- ambient casts -----------------------------------------------------------------------------------------------------
 def set_ambient(device_types: Iterable[str]) -> None:
     """Make the casts of the latest call the ambient ones of this thread, on ``device_types`` and no others."""
-    casts = state.casts
     latest = _latest_casts()
     wanted = tuple(sorted(set(device_types)))
-    if casts.original is None and latest.enabled:
-        casts.original = _state_outside_of_regions()
-    for device_type in set(casts.device_types).difference(wanted):
+    if cast_state.original is None and latest.enabled:
+        cast_state.original = _state_outside_of_regions()
+    for device_type in set(cast_state.device_types).difference(wanted):
         torch.set_autocast_enabled(device_type, False)
-    casts.ambient = latest if latest.enabled else None
-    casts.device_types = wanted
-    casts.owner = threading.get_ident()
+    cast_state.ambient = latest if latest.enabled else None
+    cast_state.device_types = wanted
+    cast_state.owner = threading.get_ident()
     apply_ambient_casts()
 
 
@@ -82,23 +77,23 @@ def _latest_casts() -> Casts:
     return enabled[-1] if enabled else OFF
 
 
-def sessions_in_force() -> list[Any]:
+def sessions_in_force() -> list[Call]:
     """List the calls that cast functions, the latest last: without models, or with one that is alive."""
     policies = policies_in_force()
-    return [session for session in state.casts.sessions if session.policy in policies or not session.has_models]
+    return [session for session in cast_state.sessions if session.policy in policies or not session.has_models]
 
 
 def policies_in_force() -> list[Policy]:
     """List the policies of all models that are alive, each once."""
-    policies = [model.__dict__.get("_amp_policy") for model in state.casts.models]
+    policies = [model.__dict__.get("_amp_policy") for model in cast_state.models]
     return list(dict.fromkeys(policy for policy in policies if policy is not None))
 
 
 def follow_lifetime(model: torch.nn.Module) -> None:
     """End the casts that ``model`` brings into force when it is collected."""
-    if model not in state.casts.models:
+    if model not in cast_state.models:
         weakref.finalize(model, model_collected).atexit = False
-        state.casts.models.add(model)
+        cast_state.models.add(model)
 
 
 def model_collected() -> None:
@@ -109,13 +104,12 @@ def model_collected() -> None:
     autocast's state nor what traced code reads of ours: the next forward or backward pass follows. Patches of torch
     stay until the next ``initialize``.
     """
-    casts = state.casts
-    casts.collected_in_trace = casts.ambient is not None and _torch.is_tracing()
-    if casts.ambient is None or casts.collected_in_trace:
+    cast_state.collected_in_trace = cast_state.ambient is not None and _torch.is_tracing()
+    if cast_state.ambient is None or cast_state.collected_in_trace:
         return
     latest = _latest_casts()
-    if not latest.same_as(casts.ambient):
-        casts.ambient = latest if latest.enabled else None
+    if not latest.same_as(cast_state.ambient):
+        cast_state.ambient = latest if latest.enabled else None
         apply_ambient_casts()
 
 
@@ -135,24 +129,23 @@ def apply_ambient_casts() -> None:
     A ``torch.autocast`` region that was open while ``initialize`` ran puts back, at its exit, what it found at its
     entry: the casts from before ``initialize``.
     """
-    casts = state.casts
-    if casts.original is None or casts.owner != threading.get_ident():
+    if cast_state.original is None or cast_state.owner != threading.get_ident():
         return
-    if casts.thread.forwards or casts.thread.off or _torch.autocast_nesting():
+    if cast_state.thread.forwards or cast_state.thread.off or _torch.autocast_nesting():
         return
-    ambient = casts.ambient
-    for device_type in casts.device_types:
+    ambient = cast_state.ambient
+    for device_type in cast_state.device_types:
         torch.set_autocast_enabled(device_type, ambient is not None)
         if ambient is not None:
             torch.set_autocast_dtype(device_type, ambient.dtype)
-    casts_somewhere = ambient is not None and bool(casts.device_types)
-    torch.set_autocast_cache_enabled(casts.original.cache and not casts_somewhere)
+    casts_somewhere = ambient is not None and bool(cast_state.device_types)
+    torch.set_autocast_cache_enabled(cast_state.original.cache and not casts_somewhere)
 
 
 def _switch_off_in_forked_process() -> None:
     """Switch casts off: a forked worker (DataLoader) inherits the casts of this thread."""
-    if state.casts.ambient is not None:
-        for device_type in state.casts.device_types:
+    if cast_state.ambient is not None:
+        for device_type in cast_state.device_types:
             torch.set_autocast_enabled(device_type, False)
 
 
@@ -164,7 +157,7 @@ if hasattr(os, "register_at_fork"):
 def install_casting(device_types: Iterable[str]) -> None:
     """Install everything that casting needs on ``device_types``: patches, op rules, registered functions."""
     device_types = list(device_types)
-    if state.casts.patches is None:
+    if cast_state.patches is None:
         _patch_torch()
     installation.acquire(device_types)
     installation.wrap_registered()
@@ -178,24 +171,23 @@ def _patch_torch() -> None:
         _torch.patch_engine(_without_casts, undo)
         _torch.patch_function_bodies(_record_forward_casts, _with_forward_casts, undo)
         _torch.patch_autocast_regions(_region_changed, undo)
-        state.casts.patches = undo.pop_all()
+        cast_state.patches = undo.pop_all()
     state.undo_once(uninstall_casting)
 
 
 def uninstall_casting() -> None:
     """Leave autocast in this thread, and torch, as they were before the first :func:`install_casting`. Idempotent."""
-    casts = state.casts
-    if casts.original is not None:
+    if cast_state.original is not None:
         torch.clear_autocast_cache()
-        restore(casts.original)
-    if casts.patches is not None:
-        casts.patches.close()
-    casts.original = None
-    casts.ambient = None
-    casts.collected_in_trace = False
-    casts.device_types = ()
-    casts.patches = None
-    casts.undo_registered.close()
+        restore(cast_state.original)
+    if cast_state.patches is not None:
+        cast_state.patches.close()
+    cast_state.original = None
+    cast_state.ambient = None
+    cast_state.collected_in_trace = False
+    cast_state.device_types = ()
+    cast_state.patches = None
+    cast_state.undo_registered.close()
     installation.release()
     has_half_models = any(policy.half_dtype for policy in policies_in_force())
     if not has_half_models:
@@ -207,7 +199,7 @@ def _without_casts(engine: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(engine)
     def run(*args: object, **kwargs: object) -> T:
-        if state.casts.collected_in_trace:
+        if cast_state.collected_in_trace:
             model_collected()
         with CastsOff():
             return engine(*args, **kwargs)
@@ -217,7 +209,7 @@ def _without_casts(engine: Callable[..., T]) -> Callable[..., T]:
 
 def _record_forward_casts(ctx: Any) -> None:
     """Remember on a Function's context the casts of its forward, where there are any."""
-    saved = save(state.casts.device_types)
+    saved = save(cast_state.device_types)
     if any(enabled for _, enabled, _ in saved.devices):
         ctx._amp_forward_casts = saved
 
@@ -245,11 +237,11 @@ def _region_changed(device_type: str, change: int, other_dtype: bool) -> None:
         change: 1 where one has begun, -1 where one has ended.
         other_dtype: Whether it changed autocast's dtype: the cache is keyed by weight alone, whatever the dtype.
     """
-    regions = state.casts.thread.regions
+    regions = cast_state.thread.regions
     regions[device_type] = max(0, regions.get(device_type, 0) + change)  # it may have begun before the patch
     if other_dtype:
         torch.clear_autocast_cache()
     has_begun = change == 1
-    if has_begun and device_type in state.casts.device_types and not torch.is_autocast_enabled(device_type):
+    if has_begun and device_type in cast_state.device_types and not torch.is_autocast_enabled(device_type):
         mark_switched_off(in_forwards=True)  # the region puts the flag back at its exit
     apply_ambient_casts()

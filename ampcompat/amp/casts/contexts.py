@@ -18,14 +18,17 @@ state of their thread (:func:`mark_switched_off`).
 from __future__ import annotations
 
 import functools
+import threading
+import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ampcompat import _torch
-from ampcompat._state import state
+from ampcompat._state import Part, state
 
 
 class Casts(NamedTuple):
@@ -77,9 +80,83 @@ def restored(saved: Saved) -> Iterator[None]:
     try:
         yield
     finally:
-        if state.casts.thread.forwards:  # a forward that trains a part of its model
+        if cast_state.thread.forwards:  # a forward that trains a part of its model
             torch.clear_autocast_cache()
         restore(before)
+
+
+# -- what is in force in the process -----------------------------------------------------------------------------------
+class Policy(Protocol):
+    """What casting needs from a model's policy, ``model._amp_policy``."""
+
+    casts: Casts
+    half_dtype: torch.dtype | None  # what weights were cast to
+
+
+class Call(Protocol):
+    """What casting needs from a call of ``initialize`` or ``amp.init``."""
+
+    has_models: bool
+    device_types: set[str]
+
+    @property
+    def policy(self) -> Policy:
+        """How its models run."""
+
+
+class ThreadCasts(threading.local):
+    """What one thread is currently inside.
+
+    Attributes:
+        forwards: Depth of casting forwards of initialized models; the outermost one owns autocast's weight cache.
+        off: Depth of engine runs, optimizer steps and ``disable_casts`` blocks.
+        regions: Open ``torch.autocast`` regions of the user, by device type.
+        running: Half models in whose forward this thread is, outermost first.
+    """
+
+    forwards = 0
+    off = 0
+    regions: dict[str, int]
+    running: list[torch.nn.Module]
+
+    def __init__(self) -> None:
+        self.regions = {}
+        self.running = []
+
+
+@dataclass(eq=False)
+class CastState(Part):
+    """The ambient casts of the process (see :mod:`ampcompat.amp.casts.ambience`).
+
+    Attributes:
+        sessions: Calls of ``initialize`` and ``amp.init`` that cast functions, the latest last; not those whose models
+            are gone.
+        models: Every model under amp that is alive, copies of those that ``initialize`` was given included.
+        ambient: The casts of the latest of these calls that is in force; None where none is.
+        device_types: Where they hold: the device types of initialized models.
+        owner: The thread that they hold in, the one that called ``initialize`` last.
+        collected_in_trace: Whether a model was collected while the compiler traced, and its casts are yet to end.
+        original: Autocast's state before the first change, for undo; None while no policy casts functions.
+        patches: Undo of the patches that casting needs; None while they are not installed.
+        undo_registered: Undo of the wrappers around functions that users registered.
+        cpu_convolution: Undo of the CPU's own half convolutions; None while torch's are in force.
+        thread: What the current thread is inside.
+    """
+
+    sessions: list[Call] = field(default_factory=list)
+    models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
+    ambient: Casts | None = None
+    device_types: tuple[str, ...] = ()
+    owner: int = 0
+    collected_in_trace: bool = False
+    original: Saved | None = None
+    patches: ExitStack | None = None
+    undo_registered: ExitStack = field(default_factory=ExitStack)
+    cpu_convolution: ExitStack | None = None
+    thread: ThreadCasts = field(default_factory=ThreadCasts)
+
+
+cast_state = state.add(CastState())
 
 
 # -- casts on ----------------------------------------------------------------------------------------------------------
@@ -96,8 +173,8 @@ class ForwardCasts:
     @_torch.eager
     def __enter__(self) -> None:
         casts = self.casts
-        thread = state.casts.thread
-        device_types = state.casts.device_types
+        thread = cast_state.thread
+        device_types = cast_state.device_types
         if self.device_type not in device_types:
             device_types = (*device_types, self.device_type)
         self.before = save(device_types)
@@ -117,7 +194,7 @@ class ForwardCasts:
 
     @_torch.eager
     def __exit__(self, *exc: object) -> None:
-        state.casts.thread.forwards = self.forwards
+        cast_state.thread.forwards = self.forwards
         if self.is_outermost:
             torch.autocast_decrement_nesting()
         if self.clears_cache:
@@ -153,13 +230,13 @@ class CastsOff:
 
     @_torch.eager
     def __enter__(self) -> None:
-        thread = state.casts.thread
+        thread = cast_state.thread
         self.off = thread.off
         self.disabled = disabled_depth()
         thread.off += 1
         if self.in_forwards:
             _torch.stash_in_thread(_DISABLED, self.disabled + 1)
-        device_types = state.casts.device_types
+        device_types = cast_state.device_types
         other = self.device_type
         if other is not None and other not in device_types and _torch.can_autocast(other):
             device_types = (*device_types, other)
@@ -171,7 +248,7 @@ class CastsOff:
 
     @_torch.eager
     def __exit__(self, *exc: object) -> None:
-        thread = state.casts.thread
+        thread = cast_state.thread
         thread.off = self.off
         if self.in_forwards:
             _torch.stash_in_thread(_DISABLED, self.disabled)
@@ -219,7 +296,7 @@ def mark_switched_off(in_forwards: bool) -> None:
     ``torch.autocast`` of the user  on, another dtype        the user's              nothing: the user's casts
     ==============================  =======================  ======================  ==================================
     """
-    original = state.casts.original
+    original = cast_state.original
     if original is not None:
         torch.set_autocast_cache_enabled(original.cache != in_forwards)
 
@@ -230,10 +307,10 @@ def is_decided(device_type: str, now: Casts) -> bool:
     That code is a user's ``torch.autocast`` region, ``disable_casts`` or a forward around it. Not among them are the
     ambient casts, and a thread in which no casts were set.
     """
-    ambient = state.casts.ambient if device_type in state.casts.device_types else None
+    ambient = cast_state.ambient if device_type in cast_state.device_types else None
     if now.enabled:
         return ambient is None or not now.same_as(ambient)
     if not _torch.COMPILER_SEES_CACHE_FLAG:
         return ambient is not None
-    original = state.casts.original
+    original = cast_state.original
     return original is not None and torch.is_autocast_cache_enabled() != original.cache

@@ -10,9 +10,19 @@ from contextlib import ExitStack
 from ampcompat import __version__, _torch
 from ampcompat._state import state
 from ampcompat.amp.casts import refusals
+from ampcompat.amp.casts.contexts import cast_state
 from ampcompat.amp.casts.kernels import make_kernel
-from ampcompat.amp.casts.refusals import public_name
-from ampcompat.amp.casts.rules import PYTHON, SHIPPED, Plan, Rule, planned, python_function, rules_by_name
+from ampcompat.amp.casts.rules import (
+    PYTHON,
+    SHIPPED,
+    Plan,
+    Rule,
+    op_rules,
+    planned,
+    public_name,
+    python_function,
+    rules_by_name,
+)
 from ampcompat.amp.casts.wrappers import make_wrapper, wrap
 from ampcompat.amp.lists import functional_overrides
 
@@ -23,26 +33,26 @@ def acquire(device_types: Iterable[str]) -> None:
     A device type that this torch cannot autocast is skipped. Nothing is installed if any registration fails, or if
     a list holds an entry of the wrong kind (TypeError).
     """
-    rules = state.rules
     table = rules_by_name()
-    wanted = dict.fromkeys([*rules.plans, *device_types])
-    if rules.plans and table != rules.table:
+    wanted = dict.fromkeys([*op_rules.plans, *device_types])
+    if op_rules.plans and table != op_rules.table:
         release()
-    keys = {device_type: _torch.autocast_key(device_type) for device_type in wanted if device_type not in rules.plans}
+    missing = [device_type for device_type in wanted if device_type not in op_rules.plans]
+    keys = {device_type: _torch.autocast_key(device_type) for device_type in missing}
     plans = {device_type: planned(device_type, key, table) for device_type, key in keys.items() if key}
     if not plans:
         return
     with ExitStack() as undo:
         for device_type, plan in plans.items():
             _register_kernels(device_type, plan, undo)
-        if not rules.plans:
+        if not op_rules.plans:
             _torch.keep_torch_functions_traceable(undo)
             _wrap_functions(table, undo)
             state.undo_once(release)
-        _separate_compiled_code([*rules.plans, *plans], table, undo)
-        rules.undo.push(undo.pop_all())
-    rules.plans.update(plans)
-    rules.table = table
+        _separate_compiled_code([*op_rules.plans, *plans], table, undo)
+        op_rules.undo.push(undo.pop_all())
+    op_rules.plans.update(plans)
+    op_rules.table = table
 
 
 def _register_kernels(device_type: str, plan: Plan, undo: ExitStack) -> None:
@@ -89,11 +99,11 @@ def _is_wrapped_in_python(name: str, rule: Rule) -> bool:
 
 
 def wrap_registered() -> None:
-    """Wrap everything registered, once, until ``state.casts.undo_registered`` is closed; the registrations stay."""
-    undo = state.casts.undo_registered
+    """Wrap everything registered, once, until ``cast_state.undo_registered`` is closed; the registrations stay."""
+    undo = cast_state.undo_registered
     undo.close()
     _torch.keep_torch_functions_traceable(undo)
-    for module, name, rule in state.registered.values():
+    for module, name, rule in op_rules.registered.values():
         own = getattr(module, "__dict__", {}).get(name)  # a static method must not turn into a method
         target = own if isinstance(own, staticmethod) else getattr(module, name)
         method, wrapper = wrap(target, rule)
@@ -105,5 +115,5 @@ def wrap_registered() -> None:
 
 def release() -> None:
     """Uninstall all rules. Idempotent."""
-    state.rules.plans.clear()
-    state.rules.undo.close()
+    op_rules.plans.clear()
+    op_rules.undo.close()

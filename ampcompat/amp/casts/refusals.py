@@ -16,27 +16,14 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import FunctionType
-from typing import Any, Final
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ampcompat import _torch
-from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES
+from ampcompat.amp.casts.rules import OWNERS, op_rules, public_name
 from ampcompat.amp.casts.trees import tensors_in
-
-#: Where scripts find functions, in the order in which a listed name is looked up.
-OWNERS: Final = (F, torch, torch.Tensor)
-
-
-def public_name(entry: str) -> str:
-    """The name of the op behind an operator: ``__rpow__`` and ``__ipow__`` are ``pow``; other names are themselves."""
-    if not entry.startswith("__"):
-        return entry
-    name = entry.strip("_").replace("truediv", "div")
-    is_reflected_or_in_place = name[0] in "ir" and hasattr(torch, name[1:])
-    return name[1:] if is_reflected_or_in_place else name
 
 
 def refuse_in_place(names: Iterable[str], undo: ExitStack) -> None:
@@ -85,7 +72,7 @@ def _refusing_half(function: Callable[..., object], message: str, in_float32: _t
 
     @functools.wraps(function)
     def refusing(*args: Any, **kwargs: Any) -> object:
-        if state.rules.allow_banned:
+        if op_rules.allow_banned:
             return casting(*args, **kwargs)
         for tensor in tensors_in((args, kwargs), objects=False):
             if _is_half_under_casts(tensor):
@@ -100,7 +87,7 @@ def _is_half_under_casts(value: object) -> bool:
     if not isinstance(value, torch.Tensor) or value.dtype not in HALF_DTYPES:
         return False
     device_type = value.device.type
-    return device_type in state.rules.plans and torch.is_autocast_enabled(device_type)
+    return device_type in op_rules.plans and torch.is_autocast_enabled(device_type)
 
 
 def _called_by_torch() -> bool:

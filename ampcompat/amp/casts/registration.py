@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from ampcompat._state import state
+from ampcompat.amp.casts.contexts import cast_state
 from ampcompat.amp.casts.installation import wrap_registered
-from ampcompat.amp.casts.rules import Rule
+from ampcompat.amp.casts.rules import Rule, op_rules
 from ampcompat.amp.casts.wrappers import wrap
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -30,8 +30,8 @@ def _register(module: object, name: str, rule: Rule) -> None:
             f"{name!r} in module {shown} is a {type(target).__name__} - what is registered must be a function or a"
             " class - check the name."
         )
-    state.registered[id(module), name] = module, name, rule
-    if state.casts.patches is not None:
+    op_rules.registered[id(module), name] = module, name, rule
+    if cast_state.patches is not None:
         wrap_registered()
 
 

@@ -8,16 +8,19 @@ Functions that torch wrote in Python over other ops, which the dispatcher cannot
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from enum import Enum
 from types import ModuleType
 from typing import Final, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from ampcompat import _torch
 from ampcompat._log import warn_once
+from ampcompat._state import Part, state
 from ampcompat.amp import lists
-from ampcompat.amp.casts.refusals import OWNERS, public_name
 from ampcompat.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 
 
@@ -45,6 +48,28 @@ _IN_PLACE: Final = {Rule.HALF: Rule.LEFT, Rule.FLOAT: Rule.INPLACE_BANNED}
 Plan = dict[torch._ops.OpOverload, tuple[str, Rule]]
 
 
+@dataclass(eq=False)
+class OpRules(Part):
+    """The op rules that are on the dispatcher (see :mod:`ampcompat.amp.casts.installation`).
+
+    Attributes:
+        table: The rules by public name, as last read from the lists.
+        plans: What is registered, by device type.
+        undo: Undo of the registrations and wrappers.
+        allow_banned: ``amp.init(allow_banned=True)``: banned ops run in float32.
+        registered: Functions that users registered, by module and name: the holder, the name, and the rule.
+    """
+
+    table: dict[str, Rule] = field(default_factory=dict)
+    plans: dict[str, Plan] = field(default_factory=dict)
+    undo: ExitStack = field(default_factory=ExitStack)
+    allow_banned: bool = False
+    registered: dict[tuple[int, str], tuple[object, str, Rule]] = field(default_factory=dict)
+
+
+op_rules = state.add(OpRules())
+
+
 # -- From lists to names -----------------------------------------------------------------------------------------------
 class OpList(NamedTuple):
     """One of the lists that users may edit, the rule of what is on it, and the names that it ships with."""
@@ -53,6 +78,19 @@ class OpList(NamedTuple):
     name: str
     rule: Rule
     shipped: frozenset[str]
+
+
+#: Where scripts find functions, in the order in which a listed name is looked up.
+OWNERS: Final = (F, torch, torch.Tensor)
+
+
+def public_name(entry: str) -> str:
+    """The name of the op behind an operator: ``__rpow__`` and ``__ipow__`` are ``pow``; other names are themselves."""
+    if not entry.startswith("__"):
+        return entry
+    name = entry.strip("_").replace("truediv", "div")
+    is_reflected_or_in_place = name[0] in "ir" and hasattr(torch, name[1:])
+    return name[1:] if is_reflected_or_in_place else name
 
 
 #: The rule of each list, by the list's name. Where users add a name to several lists, the earliest wins: in apex half

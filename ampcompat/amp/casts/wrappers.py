@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from ampcompat import _torch
-from ampcompat._state import state
 from ampcompat.amp.casts.contexts import casts_off
 from ampcompat.amp.casts.kernels import CASTABLE
-from ampcompat.amp.casts.rules import Rule
+from ampcompat.amp.casts.rules import Rule, op_rules
 from ampcompat.amp.casts.trees import map_tree, tensors_in
 
 
@@ -30,7 +29,7 @@ def make_wrapper(function: Any, rule: Rule, overrule: bool = False) -> Any:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> object:
-        device_types = state.rules.plans
+        device_types = op_rules.plans
         if not device_types:  # amp casts nothing in this process now
             return function(*args, **kwargs)
         widest = _widest_dtype(args, kwargs) if rule is Rule.PROMOTE else None

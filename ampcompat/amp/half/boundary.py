@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.casts.contexts import OFF, casts_off
 from ampcompat.amp.casts.trees import cast_tree, tensors_in
+from ampcompat.amp.half.devices import model_index
 from ampcompat.amp.half.forward import Args, Forward, Kwargs, ModelPolicy
 from ampcompat.amp.half.model_class import set_policy
 
@@ -64,7 +64,7 @@ def replace_policy(module: torch.nn.Module, policy: ModelPolicy | None) -> None:
         del hooks[key]
     set_policy(module, policy)
     if isinstance(policy, BoundaryPolicy):
-        state.models.live.discard(module)
+        model_index.live.discard(module)
         module.register_forward_pre_hook(_keep_off_fused_path)
 
 

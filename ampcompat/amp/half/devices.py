@@ -1,17 +1,34 @@
-"""Which devices models are on, and ambient casts that follow a model to another."""
+"""Which models are under amp, on which devices, and ambient casts that follow a model to another."""
 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 
 from ampcompat import _torch
-from ampcompat._state import state
+from ampcompat._state import Part, state
 from ampcompat.amp.casts.ambience import install_casting, set_ambient
+from ampcompat.amp.casts.contexts import cast_state
 from ampcompat.amp.casts.trees import tensors_in
 from ampcompat.amp.half.record import own_tensors
+
+
+@dataclass(eq=False)
+class ModelIndex(Part):
+    """The models of the process.
+
+    Attributes:
+        live: Models that ``initialize`` was given, as long as they are alive; copies of them are not listed.
+    """
+
+    live: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
+
+
+model_index = state.add(ModelIndex())
 
 
 @_torch.eager
@@ -30,17 +47,16 @@ def device_type_of(model: torch.nn.Module, args: tuple[object, ...] = ()) -> str
                 return str(param.device.type)
     for buffer in model.buffers():
         return str(buffer.device.type)
-    device_types = [tensor.device.type for tensor in tensors_in(args)] or state.casts.device_types
+    device_types = [tensor.device.type for tensor in tensors_in(args)] or cast_state.device_types
     return device_types[0] if device_types else "cpu"
 
 
 @_torch.eager
 def move_casts_to(device_type: str) -> None:
     """Move the ambient casts along with models that were moved to ``device_type`` since ``initialize``, if any were."""
-    ambience = state.casts
-    if ambience.original is None or device_type in ambience.device_types:
+    if cast_state.original is None or device_type in cast_state.device_types:
         return
-    wanted = device_types_of(state.models.live) & set(_torch.autocast_device_types())
+    wanted = device_types_of(model_index.live) & set(_torch.autocast_device_types())
     if device_type in wanted:
         install_casting(wanted)
         set_ambient(wanted)

@@ -13,17 +13,16 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._log import say_once
-from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES
 from ampcompat.amp._amp_state import _amp_state
 from ampcompat.amp.casts.ambience import install_casting, model_collected
-from ampcompat.amp.casts.contexts import Casts, CastsOff, ForwardCasts, disabled_depth, is_decided
+from ampcompat.amp.casts.contexts import Casts, CastsOff, ForwardCasts, cast_state, disabled_depth, is_decided
 from ampcompat.amp.casts.trees import cast_tree, tensors_in
 from ampcompat.amp.half.devices import device_type_of, move_casts_to
 from ampcompat.amp.half.masters import push_written
 from ampcompat.amp.half.record import half_weights, masters_of, own_tensors
 from ampcompat.amp.hints import add_hint
-from ampcompat.amp.observers import notify
+from ampcompat.amp.observers import notify, observer_state
 
 Forward = Callable[..., object]
 Args = tuple[object, ...]
@@ -80,11 +79,11 @@ class ModelPolicy:
         """Call ``forward(*args, **kwargs)`` of ``model`` under this policy."""
         if torch.compiler.is_compiling():
             return self._run_compiled(forward, args, kwargs)
-        casts_not_installed = self.casts.enabled and state.casts.patches is None
+        casts_not_installed = self.casts.enabled and cast_state.patches is None
         if casts_not_installed:  # unpickled in a process without ``initialize``, or after a reset
             _torch.run_uncompiled(install_casting, [device_type_of(model)])
             return _torch.run_uncompiled(self.run, model, forward, args, kwargs)
-        if state.observers:
+        if observer_state.observers:
             notify("on_forward", model, args, kwargs)
         is_replica = "_amp_stamp" in model.__dict__  # made by DataParallel, in a thread of its own
         try:
@@ -95,14 +94,14 @@ class ModelPolicy:
         except Exception as error:
             _explain_failure(model, error)
             raise
-        if state.observers:
+        if observer_state.observers:
             notify("on_output", model, output)
         return output
 
     # -- eager ---------------------------------------------------------------------------------------------------------
     def _run_half(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         """Run a model of half weights: bring them up to date with their masters, and note that it is running."""
-        running = state.casts.thread.running
+        running = cast_state.thread.running
         # Of ``initialize([model, model.generator], ...)``, the generator gives the model around it half outputs.
         is_part = bool(running) and any(part is model for part in running[-1].modules())
         running.append(model)
@@ -122,7 +121,7 @@ class ModelPolicy:
             if kwargs:
                 kwargs = cast_tree(kwargs, self.input_dtype)
         casts = None
-        if state.casts.original is not None or self.casts.enabled:  # else there is nothing to switch off
+        if cast_state.original is not None or self.casts.enabled:  # else there is nothing to switch off
             casts = self._casts_for(model, args)
         if casts is None:
             output = forward(*args, **kwargs)
@@ -136,7 +135,7 @@ class ModelPolicy:
 
         None inside the user's autocast region, which decides, and on a device that torch cannot autocast.
         """
-        if state.casts.collected_in_trace:
+        if cast_state.collected_in_trace:
             model_collected()
         stamp: tuple[Casts, str] | None = model.__dict__.get("_amp_stamp")
         if stamp is not None:  # a replica, which carries its casts into its thread
@@ -144,15 +143,15 @@ class ModelPolicy:
         else:
             casts = self.casts
             device_type = device_type_of(model, args)
-            if device_type not in state.casts.device_types:
+            if device_type not in cast_state.device_types:
                 move_casts_to(device_type)
             if disabled_depth():
                 return CastsOff()
-            if state.casts.thread.regions.get(device_type):
+            if cast_state.thread.regions.get(device_type):
                 return None
         if not casts.enabled:
             return CastsOff()
-        if device_type not in state.casts.device_types and not _torch.can_autocast(device_type):
+        if device_type not in cast_state.device_types and not _torch.can_autocast(device_type):
             return None
         return ForwardCasts(casts, device_type)
 
@@ -163,7 +162,7 @@ class ModelPolicy:
         Left out is what dynamo cannot trace: checks of masters (the step makes them), observers, and the thread's
         state. Whether the script or a forward around has set casts is read from autocast's state.
         """
-        if self.casts.enabled and state.casts.patches is None:
+        if self.casts.enabled and cast_state.patches is None:
             # Without fullgraph, the compiler falls back to an eager forward, which installs them.
             raise RuntimeError(
                 f"A model at {self.opt_level}, unpickled in a process without amp.initialize, is compiled - the rules"
@@ -174,7 +173,7 @@ class ModelPolicy:
             args = cast_tree(args, self.input_dtype)
             if kwargs:
                 kwargs = cast_tree(kwargs, self.input_dtype)
-        device_types = state.casts.device_types
+        device_types = cast_state.device_types
         if not device_types:  # the model was unpickled: no ``initialize`` has named any
             # Not the model's own device: torch 2.4 cannot trace ``parameters()`` of every model.
             device_types = tuple({tensor.device.type: None for tensor in tensors_in((args, kwargs))})
@@ -219,7 +218,7 @@ class ModelPolicy:
 # -- failed forwards ---------------------------------------------------------------------------------------------------
 def _explain_failure(model: torch.nn.Module, error: Exception) -> None:
     """Add a hint to an error of torch's own that mixed precision provokes."""
-    if state.observers:
+    if observer_state.observers:
         notify("on_failure", error)
     if isinstance(error, RuntimeError):
         _note_wide_weight(model, error)

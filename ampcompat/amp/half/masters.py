@@ -44,13 +44,38 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ampcompat import _torch
 from ampcompat._log import warn_once
-from ampcompat._state import state
+from ampcompat._state import Part, state
+from ampcompat.amp.known_optimizers import optimizer_index
+
+
+@dataclass(eq=False)
+class MasterIndex(Part):
+    """Index from a tensor to its master, by ``id`` of either copy, and lists of masters that are looked up often.
+
+    Attributes:
+        by_tensor: Masters by the id of their half tensor and of their float32 one. Check that the master found still
+            holds that tensor: ids are reused.
+        by_memory: Masters by what identifies the memory of either copy; None where it is to be listed anew.
+        by_model: Masters of a whole model, valid for one ``generation``.
+        generation: Counts masters that were made, dropped or moved to another module.
+    """
+
+    by_tensor: weakref.WeakValueDictionary[int, Master] = field(default_factory=weakref.WeakValueDictionary)
+    by_memory: dict[int, weakref.WeakSet[Master]] | None = None
+    by_model: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, list[Master]]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    generation: int = 0
+
+
+master_index = state.add(MasterIndex())
 
 
 class Master:
@@ -101,9 +126,8 @@ class Master:
 
     def register(self) -> None:
         """Index this master under both of its tensors."""
-        index = state.masters
-        index.by_tensor[id(self.half)] = index.by_tensor[id(self.value)] = self
-        index.by_memory = None
+        master_index.by_tensor[id(self.half)] = master_index.by_tensor[id(self.value)] = self
+        master_index.by_memory = None
 
     def add_slot(self, module: torch.nn.Module, name: str) -> None:
         """Note that ``module.name`` is ``half``."""
@@ -113,7 +137,7 @@ class Master:
 
     def retire(self) -> None:
         """Leave ``half``, which is float32 again, without a master; optimizers may still hold ``value``."""
-        state.masters.by_tensor.pop(id(self.half), None)
+        master_index.by_tensor.pop(id(self.half), None)
 
     def drop_gradient(self) -> None:
         """Forget what blocks have left in ``value.grad``."""
@@ -140,7 +164,7 @@ class Master:
         if address != self.address:
             self.address = address
             self.half_data_writes = None  # what ``data`` was before is not the weight's memory any more
-            state.masters.by_memory = None
+            master_index.by_memory = None
         self.forget_data_writes()
 
     def forget_data_writes(self) -> None:
@@ -188,7 +212,7 @@ class Master:
             " follow, but optimizer state does not - move the model before amp.initialize (D15).",
         )
         _torch.set_data(self.value, self.value.detach().to(self.half.device))
-        state.masters.by_memory = None
+        master_index.by_memory = None
         if self.value.grad is not None:
             self.value.grad = self.value.grad.to(self.half.device)
 
@@ -259,7 +283,7 @@ def _refuse_step_without_gradients(optimizer: Any) -> None:
         master = master_of(param)
         if master is not None and master.value is param:
             masters.add(master)
-    for known in state.optimizers.listed():  # it may be inside one that amp steps
+    for known in optimizer_index.listed():  # it may be inside one that amp steps
         masters.difference_update(known._amp_stash.leaves.masters)
     have_gradients = any(master.value.grad is not None for master in masters)
     if not have_gradients and any(master.half.grad is not None for master in masters):
@@ -283,7 +307,7 @@ def _recast(tensor: torch.Tensor, dtype: torch.dtype) -> None:
 # -- find --------------------------------------------------------------------------------------------------------------
 def master_of(tensor: torch.Tensor) -> Master | None:
     """Return the master whose half or float32 copy is ``tensor``; None if there is none."""
-    master = state.masters.by_tensor.get(id(tensor))
+    master = master_index.by_tensor.get(id(tensor))
     if master is None:
         return None
     if master.value is not tensor and master.half is not tensor:  # a new tensor with the id of one that is gone
@@ -304,7 +328,7 @@ def _data_writes_of(param: torch.Tensor, is_assigned: bool) -> _torch.DataWrites
     if master is None:
         return None
     if is_assigned:
-        state.masters.by_memory = None
+        master_index.by_memory = None
     return master.data_writes_of(param)
 
 
@@ -313,10 +337,9 @@ def _count_collective(tensor: torch.Tensor) -> None:
     memory = _torch.memory_of(tensor)
     if memory is None:
         return
-    index = state.masters
-    if index.by_memory is None:
-        index.by_memory = _index_by_memory(index.by_tensor.values())
-    for master in list(index.by_memory.get(memory, ())):
+    if master_index.by_memory is None:
+        master_index.by_memory = _index_by_memory(master_index.by_tensor.values())
+    for master in list(master_index.by_memory.get(memory, ())):
         for copy_of_weight in (master.half, master.value):
             if _torch.memory_of(copy_of_weight) == memory:
                 master.count_as_written(copy_of_weight)

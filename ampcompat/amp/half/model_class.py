@@ -21,10 +21,9 @@ from typing import Any, NoReturn
 import torch
 
 from ampcompat import _torch
-from ampcompat._state import state
 from ampcompat.amp.casts.ambience import follow_lifetime
-from ampcompat.amp.casts.contexts import OFF, Casts, disabled_depth
-from ampcompat.amp.half.devices import device_type_of, move_casts_to
+from ampcompat.amp.casts.contexts import OFF, Casts, cast_state, disabled_depth
+from ampcompat.amp.half.devices import device_type_of, model_index, move_casts_to
 from ampcompat.amp.half.forward import Forward, ModelPolicy
 from ampcompat.amp.half.masters import push_written
 from ampcompat.amp.half.record import ATTRIBUTE as HALF_WEIGHTS
@@ -78,7 +77,7 @@ def _casts_for_replica(policy: ModelPolicy, device_type: str) -> Casts:
     """Return the casts that a replica of DataParallel's brings along into its own thread."""
     if disabled_depth():
         return OFF
-    if state.casts.thread.regions.get(device_type):  # a user's region: hand its dtype on too, which torch does not do
+    if cast_state.thread.regions.get(device_type):  # a user's region: hand its dtype on too, which torch does not do
         return Casts(torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
     return policy.casts
 
@@ -104,8 +103,8 @@ def set_policy(model: torch.nn.Module, policy: ModelPolicy | None) -> None:
     """Make ``model`` run under ``policy``, or with None as a plain module of its own class again."""
     if policy is None:
         _take_policy_off(model)
-        state.models.live.discard(model)
-        state.casts.models.discard(model)
+        model_index.live.discard(model)
+        cast_state.models.discard(model)
         return
     if not isinstance(model, AmpModel):
         _torch.set_class(model, amp_class(type(model)))
@@ -113,7 +112,7 @@ def set_policy(model: torch.nn.Module, policy: ModelPolicy | None) -> None:
     own_forward = model.__dict__.get("forward")
     if own_forward is not None and not isinstance(own_forward, InstanceForward):
         object.__setattr__(model, "forward", InstanceForward(model, own_forward))
-    state.models.live.add(model)
+    model_index.live.add(model)
     follow_lifetime(model)
 
 
@@ -170,12 +169,13 @@ def _forward_over(cls: Any) -> Callable[..., object]:
 def _binding_of(declared: Any, cls: Any) -> Callable[[Any], Callable[..., object]]:
     """Return what binds ``declared``, which stands as ``forward`` in ``cls``, to a model, as an attribute is bound.
 
-    Where it can, it reads ``forward`` from the class at each call: a script may patch it there. The compiler traces the
-    first two, and no call of ``__get__``.
+    The compiler traces the first two, and no call of ``__get__``.
     """
     if _is_bound_to_no_instance(declared):
-        return lambda model: cls.forward
+        unbound = cls.forward
+        return lambda model: unbound
     if isinstance(declared, (FunctionType, functools.partial)):
+        # A function is read from the class at each call: a script may patch it there.
         return lambda model: functools.partial(cls.forward, model)
     return lambda model: type(declared).__get__(declared, model, cls)
 

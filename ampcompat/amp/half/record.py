@@ -15,8 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ampcompat import _torch
 from ampcompat._log import warn_once
-from ampcompat._state import state
-from ampcompat.amp.half.masters import Master, align_all, master_of
+from ampcompat.amp.half.masters import Master, align_all, master_index, master_of
 
 #: Where the record is: ``module.__dict__[ATTRIBUTE]``.
 ATTRIBUTE = "_amp_half_weights"
@@ -67,7 +66,7 @@ def ensure_master(module: torch.nn.Module, name: str, value: torch.nn.Parameter 
     if master is None or master.half is not half:  # the script has put another tensor in the place of the first
         master = master_of(half) or Master(half, value)
         record.masters[name] = master
-        state.masters.generation += 1
+        master_index.generation += 1
     master.add_slot(module, name)
     return master
 
@@ -77,18 +76,17 @@ def set_masters(module: torch.nn.Module, masters: dict[str, Master]) -> None:
     record = half_weights(module)
     if record is not None:
         record.masters = dict(masters)
-    state.masters.generation += 1
+    master_index.generation += 1
 
 
 # -- the masters of a model --------------------------------------------------------------------------------------------
 def masters_of(model: torch.nn.Module) -> list[Master]:
     """Every master in ``model``, each once; cached until a master is made or dropped anywhere."""
-    index = state.masters
-    cached = index.by_model.get(model)
-    if cached is not None and cached[0] == index.generation:
+    cached = master_index.by_model.get(model)
+    if cached is not None and cached[0] == master_index.generation:
         return cached[1]
     masters = _masters_in(model)
-    index.by_model[model] = (index.generation, masters)
+    master_index.by_model[model] = (master_index.generation, masters)
     return masters
 
 

@@ -116,6 +116,8 @@ def _load_masters(
         loaded: Any = state_dict.get(prefix + name)
         if tensor.dtype != record.dtype or not _can_be_loaded(loaded, tensor):
             continue
+        if assigns and not loaded.is_floating_point():
+            continue  # torch refuses it
         if assigns:
             state_dict[prefix + name] = loaded.to(record.dtype)
         if record.has_masters:
@@ -133,7 +135,7 @@ def _can_be_loaded(loaded: Any, tensor: torch.Tensor) -> bool:
     """Whether ``loaded`` has values that fit ``tensor``; where it does not, torch reports the mismatch."""
     if not isinstance(loaded, torch.Tensor) or loaded.is_meta:
         return False
-    return loaded.shape == tensor.shape and loaded.is_floating_point() and loaded.layout == torch.strided
+    return loaded.shape == tensor.shape and not loaded.is_complex() and loaded.layout == torch.strided
 
 
 def _rebind_and_round(module: torch.nn.Module, incompatible_keys: Any) -> None:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ampcompat import _torch
-from ampcompat._state import state
+from ampcompat.amp.half.devices import model_index
+from ampcompat.amp.known_optimizers import optimizer_index
 from ampcompat.amp.scaling.exchange import inner_optimizers
 from ampcompat.amp.scaling.gradients import OpenBlock
 from ampcompat.amp.scaling.mistakes import warn_of
@@ -90,8 +91,8 @@ class ScaledForNone:
 
 def _held_by_none() -> list[torch.Tensor]:
     """The trainable parameters of models under amp that no optimizer under amp holds."""
-    held = {key for optimizer in state.optimizers.listed() for key in optimizer._amp_stash.leaves.ids()}
-    modules = dict.fromkeys(module for model in state.models.live for module in model.modules())
+    held = {key for optimizer in optimizer_index.listed() for key in optimizer._amp_stash.leaves.ids()}
+    modules = dict.fromkeys(module for model in model_index.live for module in model.modules())
     params = [param for module in modules for param in module._parameters.values() if param is not None]
     return [param for param in params if param.requires_grad and id(param) not in held]
 

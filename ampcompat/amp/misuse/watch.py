@@ -15,8 +15,10 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import Master, half_written
+from ampcompat.amp.known_optimizers import optimizer_index
 from ampcompat.amp.misuse.half_gradients import HalfGradients
 from ampcompat.amp.misuse.unknown_optimizers import Gradients, ScaledForNone
+from ampcompat.amp.observers import observer_state
 from ampcompat.amp.scaling.gradients import OpenBlock
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
@@ -30,7 +32,7 @@ def watch_more(losses: int) -> None:
     watches = _watches()
     if not watches:
         watches = [Watch()]
-        state.observers += watches
+        observer_state.observers += watches
         state.undo_once(end_watch)
     watches[0].blocks_left += WATCHED * losses
 
@@ -42,7 +44,7 @@ def end_watch() -> None:
 
 
 def _watches() -> list[Watch]:
-    return [observer for observer in state.observers if isinstance(observer, Watch)]
+    return [observer for observer in observer_state.observers if isinstance(observer, Watch)]
 
 
 class _Bystander(NamedTuple):
@@ -163,7 +165,7 @@ class Watch:
     def _find_bystanders(self, block: OpenBlock) -> list[_Bystander]:
         """One gradient of each other optimizer that has yet to step with it."""
         found = []
-        for other in state.optimizers.listed():
+        for other in optimizer_index.listed():
             leaves = other._amp_stash.leaves
             waits = other not in block.optimizers and self._record_of(other).had_gradients
             if not waits or block.overlaps(leaves) or other._amp_stash.in_block:
@@ -226,7 +228,7 @@ class Watch:
 
     def end(self) -> None:
         """Take itself and its hooks away."""
-        state.observers[:] = [other for other in state.observers if other is not self]
+        observer_state.observers[:] = [other for other in observer_state.observers if other is not self]
         self._hooks.close()
         for record in self._records.values():
             record.end_hook()

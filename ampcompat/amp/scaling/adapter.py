@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from ampcompat._state import state
+from ampcompat._state import Part, state
+
+
+@dataclass(eq=False)
+class AdapterState(Part):
+    """Wrappers of models in this process.
+
+    Attributes:
+        adapters: What blocks and steps must know of them, for each kind of wrapper in use.
+    """
+
+    adapters: list[Adapter] = field(default_factory=list)
+
+
+adapter_state = state.add(AdapterState())
 
 
 def use(kind: type[Adapter]) -> None:
     """Make blocks and steps ask an adapter of ``kind``, from now on."""
-    if not any(isinstance(adapter, kind) for adapter in state.adapters):
-        state.adapters.append(kind())
+    if not any(isinstance(adapter, kind) for adapter in adapter_state.adapters):
+        adapter_state.adapters.append(kind())
 
 
 class Adapter:
     """One kind of wrapper; this base does nothing.
 
-    ``ampcompat.amp.adapters`` has a subclass for DDP and one for ``fully_shard``. ``state.adapters`` has those in use
-    (:func:`use`). Where there is any, gradients are looked at by their local parts.
+    ``ampcompat.amp.adapters`` has a subclass for DDP and one for ``fully_shard``. ``adapter_state.adapters`` has those
+    in use (:func:`use`). Where there is any, gradients are looked at by their local parts.
     """
 
     def defers_reduction(self, leaves: Sequence[torch.Tensor]) -> bool:

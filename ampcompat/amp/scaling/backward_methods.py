@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ampcompat import _torch
-from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp.observers import notify
+from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.scaling.gradients import Leaves, OpenBlock, open_block_of
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
@@ -46,7 +45,7 @@ def post_amp_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
         return
     unscale_new(stash.leaves, scaler, scaler.scale_on())
     add_saved(stash.saved_by_script)
-    if state.observers:
+    if observer_state.observers:
         notify("on_unscaled_by_script", optimizer)
 
 

@@ -55,14 +55,16 @@ from typing import NoReturn
 import torch
 
 from ampcompat import _torch
-from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.casts.ambience import apply_ambient_casts
+from ampcompat.amp.casts.contexts import cast_state
 from ampcompat.amp.hints import add_hint
-from ampcompat.amp.observers import notify
+from ampcompat.amp.known_optimizers import optimizer_index
+from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.scaling import backward_methods
+from ampcompat.amp.scaling.adapter import adapter_state
 from ampcompat.amp.scaling.clearing import forget_overflows_if_cleared
-from ampcompat.amp.scaling.gradients import Leaves, OpenBlock, Overflow, leaves_of, open_block_of
+from ampcompat.amp.scaling.gradients import Leaves, OpenBlock, Overflow, block_state, leaves_of, open_block_of
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
@@ -120,8 +122,8 @@ class Block(OpenBlock):
                 " optimizer) for each."
             )
         self.entered = True
-        casts = state.casts
-        if casts.device_types and torch.is_autocast_enabled(casts.device_types[0]) != (casts.ambient is not None):
+        device_types = cast_state.device_types
+        if device_types and torch.is_autocast_enabled(device_types[0]) != (cast_state.ambient is not None):
             apply_ambient_casts()
         # Which tensors, and what is to be done about them?
         for optimizer in self.optimizers:
@@ -130,19 +132,19 @@ class Block(OpenBlock):
         self.leaves = self.optimizers[0]._amp_stash.leaves if only_one else leaves_of(self.optimizers)
         needs_scale = not self.scaler.is_one or self._has_flags()
         self.is_plain = not needs_scale and not self._has_masters()
-        if state.open_blocks:
+        if block_state.open_blocks:
             _refuse_inside_another(self)
         # The block begins.
-        if state.observers:
+        if observer_state.observers:
             notify("on_scale_loss", self.loss, self.scaler, self.optimizers)
             notify("on_block", self)
-        state.open_blocks.append(self)
+        block_state.open_blocks.append(self)
         try:
             if not self.is_plain:
                 self._begin()
             return self._multiply() if needs_scale else self.loss.float()
         except BaseException:
-            state.open_blocks.remove(self)
+            block_state.open_blocks.remove(self)
             self._undo_begin()
             raise
 
@@ -162,8 +164,8 @@ class Block(OpenBlock):
     def _begin(self) -> None:
         """Make room for the gradients of the backward pass."""
         # What scripts, earlier blocks and steps have left.
-        if len(state.optimizers.live) > 1:
-            for other in state.optimizers.listed():
+        if len(optimizer_index.live) > 1:
+            for other in optimizer_index.listed():
                 drop_cleared(other._amp_stash.leaves.masters)  # before the backward pass adds to what was cleared
         for optimizer in self.optimizers:
             stash: OptimizerState = optimizer._amp_stash
@@ -177,7 +179,7 @@ class Block(OpenBlock):
             backward_methods.save_by_scripts(self)
         else:
             save_grads(self.leaves, self.saved)
-        if state.adapters:
+        if adapter_state.adapters:
             bring_back(self)
 
     def _multiply(self) -> torch.Tensor:
@@ -189,7 +191,7 @@ class Block(OpenBlock):
             for optimizer in self.optimizers:
                 optimizer._amp_stash.session.has_scaled = True
         del self.loss  # so that it is freed when the script drops it
-        if state.observers:
+        if observer_state.observers:
             notify("on_scaled_loss", self, scaled)
         return scaled
 
@@ -205,7 +207,7 @@ class Block(OpenBlock):
     @_torch.eager
     def __exit__(self, kind: object, error: BaseException | None = None, trace: object = None) -> None:
         """Unscale the new gradients; or, after an exception, undo the block."""
-        state.optimizers.gone.clear()  # their gradients may be scaled now
+        optimizer_index.gone.clear()  # their gradients may be scaled now
         if kind is not None:
             self._undo(error)
             return
@@ -216,8 +218,8 @@ class Block(OpenBlock):
             clear_partly_unscaled(self)
             raise
         finally:
-            state.open_blocks.remove(self)
-        if state.observers:
+            block_state.open_blocks.remove(self)
+        if observer_state.observers:
             notify("on_block_end", self)
             notify("on_gradients", self.scaler, self.optimizers)
 
@@ -233,12 +235,12 @@ class Block(OpenBlock):
         self.has_new_grads = unscale_new(leaves, self.scaler, self.scale) or scripts_had_grads
         if self.saved:
             add_saved(self.saved)
-        if state.adapters and waits_for_reduction(self.leaves):
+        if adapter_state.adapters and waits_for_reduction(self.leaves):
             note_unreduced(self)
             return
         found_inf = self.scaler.take_found_inf()
         overflows = self._adjust_scaler(found_inf)
-        if state.adapters:
+        if adapter_state.adapters:
             overflows += note_reduced(self, found_inf)
         self._note_overflows(overflows)
 
@@ -280,20 +282,20 @@ class Block(OpenBlock):
 
     def _make_other_holders_check(self) -> None:
         """Make other optimizers that hold a leaf of the block look at their gradients before they step."""
-        for other in state.optimizers.listed():
+        for other in optimizer_index.listed():
             if other not in self.optimizers and self.overlaps(other._amp_stash.leaves):
                 other._amp_stash.checks_gradients = True
 
     # -- exit, after an exception --------------------------------------------------------------------------------------
     def _undo(self, error: BaseException | None) -> None:
         """Close the block after ``error``, and add a hint to it where mixed precision provokes it."""
-        state.open_blocks.remove(self)
+        block_state.open_blocks.remove(self)
         if not self.is_plain:
             self._put_back()
-        if state.observers:
+        if observer_state.observers:
             notify("on_block_undone", self)
         if isinstance(error, Exception):
-            if state.observers:
+            if observer_state.observers:
                 notify("on_failure", error)
             add_hint(error)
 
@@ -301,7 +303,7 @@ class Block(OpenBlock):
         """Put back what was saved when the block began; new gradients are cleared."""
         self.scaler.forget_found_inf()
         drop_cleared(self.leaves.masters)
-        if state.adapters and kept_by_wrappers(self.leaves):
+        if adapter_state.adapters and kept_by_wrappers(self.leaves):
             warn_of("unreduced gradients lost")
         clear_in_model(self.leaves)
         add_saved(self.saved)

@@ -13,10 +13,12 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from ampcompat._log import say, warn_once
-from ampcompat._state import state
 from ampcompat.amp._amp_state import maybe_print
+from ampcompat.amp.known_optimizers import optimizer_index
 from ampcompat.amp.options import is_scale, number
+from ampcompat.amp.scaling.optimizer_state import calls_shown
 from ampcompat.amp.scaling.scaler import LossScaler
+from ampcompat.amp.scaling.session import call_state
 
 _PREFIX = "loss_scaler"
 Entry = tuple[float, int]
@@ -46,10 +48,10 @@ def state_dict(destination: Any = None) -> Any:
 
 def _scalers() -> list[LossScaler]:
     """The scalers of the calls that are shown."""
-    if state.optimizers.may_hold_dropped and any(call is not state.session for call in state.calls_shown()):
+    if optimizer_index.may_hold_dropped and any(call is not call_state.latest for call in calls_shown()):
         gc.collect()
-        state.optimizers.may_hold_dropped = False
-    return [scaler for call in state.calls_shown() for scaler in call.scalers]
+        optimizer_index.may_hold_dropped = False
+    return [scaler for call in calls_shown() for scaler in call.scalers]
 
 
 def load_state_dict(state_dict: Mapping[str, object]) -> None:
@@ -82,18 +84,18 @@ def load_state_dict(state_dict: Mapping[str, object]) -> None:
         names = [f"{_PREFIX}{index}" for index in range(len(state_dict))]
         _refuse_unknown_keys(state_dict, names)
         entries = [_entry(name, state_dict[name]) for name in names]
-    session = state.session
+    session = call_state.latest
     scalers = _scalers()
     if session is not None and (scalers or session.enabled):
-        if not state.optimizers.listed():
-            state.loaded_scalers = entries
+        if not optimizer_index.listed():
+            call_state.loaded_scalers = entries
         _restore(entries, scalers)
     elif not entries:
         return
     elif session is not None:
         warn_once("load disabled", "amp.load_state_dict after amp.initialize(enabled=False): nothing to restore.")
     else:
-        state.loaded_scalers = entries
+        call_state.loaded_scalers = entries
         say("amp.load_state_dict before amp.initialize: the next amp.initialize restores the loss scalers.")
 
 
@@ -111,12 +113,12 @@ def _refuse_unknown_keys(state_dict: Mapping[str, object], names: list[str]) -> 
 
 def restore_after_initialize() -> None:
     """Restore the scalers of the latest call from what was loaded before it, if that has yet to reach one in use."""
-    entries = state.loaded_scalers
-    call = state.calls_shown()[0]
-    if entries is None or call is not state.session:
+    entries = call_state.loaded_scalers
+    call = calls_shown()[0]
+    if entries is None or call is not call_state.latest:
         return
-    if state.optimizers.listed():
-        state.loaded_scalers = None
+    if optimizer_index.listed():
+        call_state.loaded_scalers = None
     _restore(entries, call.scalers)
 
 
@@ -126,7 +128,7 @@ def _restore(entries: list[Entry], scalers: list[LossScaler]) -> None:
     The scalers of the latest call are those that a script misses if they are not restored. An earlier call may be
     another run: a notebook's cell that was run before, a model that is compared with the one that is resumed.
     """
-    of_latest_call = len(state.calls_shown()[0].scalers)
+    of_latest_call = len(calls_shown()[0].scalers)
     fitting = min(len(entries), len(scalers))
     if fitting < max(len(entries), of_latest_call):
         there_are = len(scalers) if len(entries) > fitting else of_latest_call

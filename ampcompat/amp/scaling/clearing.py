@@ -15,6 +15,8 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import Master, master_of
+from ampcompat.amp.known_optimizers import optimizer_index
+from ampcompat.amp.scaling.gradients import block_state
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
 from ampcompat.amp.scaling.unscaling import drop_cleared, drop_unreduced
 
@@ -31,7 +33,7 @@ def clear_by_optimizer(optimizer: Optimizer, original: Callable[..., Any], *args
     if masters:
         asked_for_zeros = (args and args[0] is False) or kwargs.get("set_to_none") is False
         _clear_half_gradients(masters, bool(asked_for_zeros))
-    if stash.shared or state.open_blocks or stash.unreduced is not None:
+    if stash.shared or block_state.open_blocks or stash.unreduced is not None:
         note_cleared(stash.leaves.ids())
     else:
         stash.forget_gradients()
@@ -98,9 +100,9 @@ def _clear_by_module(module: torch.nn.Module, set_to_none: bool) -> None:
 # -- what is known of cleared gradients --------------------------------------------------------------------------------
 def note_cleared(ids: set[int]) -> None:
     """Forget what is known of the gradients of leaves with these ``ids``, which ``zero_grad`` has cleared or zeroed."""
-    for block in state.open_blocks:
+    for block in block_state.open_blocks:
         block.saved = {param: grad for param, grad in block.saved.items() if id(param) not in ids}
-    for optimizer in state.optimizers.listed():
+    for optimizer in optimizer_index.listed():
         stash: OptimizerState = optimizer._amp_stash
         if stash.leaves.ids() <= ids:
             if stash.unreduced is not None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES, Optimizer
+from ampcompat.amp.half.devices import model_index
 from ampcompat.amp.half.masters import Master, master_of
 from ampcompat.amp.half.record import ensure_master, half_weights
 from ampcompat.amp.half.saving import hook
@@ -108,7 +108,7 @@ def _master_to_step(param: torch.Tensor, session: Session) -> Master | None:
 
 def _slots_of(param: torch.Tensor) -> list[tuple[torch.nn.Module, str]]:
     """The modules of initialized models that hold ``param`` (several where it is tied), and its name in each."""
-    modules = dict.fromkeys(module for model in state.models.live for module in model.modules())
+    modules = dict.fromkeys(module for model in model_index.live for module in model.modules())
     return [(module, name) for module in modules for name, held in module._parameters.items() if held is param]
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ampcompat._state import state
+from ampcompat._state import Part, state
 from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import Master
 from ampcompat.amp.scaling.loss_scale import DeferredPasses
@@ -127,10 +127,24 @@ class OpenBlock:
         return not self.leaves.ids().isdisjoint(leaves.ids())
 
 
+@dataclass(eq=False)
+class BlockState(Part):
+    """The blocks of this process.
+
+    Attributes:
+        open_blocks: The ``scale_loss`` blocks that are open.
+    """
+
+    open_blocks: list[OpenBlock] = field(default_factory=list)
+
+
+block_state = state.add(BlockState())
+
+
 def open_block_of(leaves: Leaves) -> OpenBlock | None:
     """The open block that gives gradients to any of ``leaves``, plain ones last."""
-    if not state.open_blocks:
+    if not block_state.open_blocks:
         return None
-    blocks = [block for block in state.open_blocks if block.overlaps(leaves)]
+    blocks = [block for block in block_state.open_blocks if block.overlaps(leaves)]
     blocks.sort(key=lambda block: block.is_plain)
     return blocks[0] if blocks else None

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 
 from ampcompat import _torch
-from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp.casts.contexts import CastsOff, save
+from ampcompat.amp.casts.contexts import CastsOff, cast_state, save
 from ampcompat.amp.half.masters import align_written, master_of, push_all
-from ampcompat.amp.observers import notify
+from ampcompat.amp.known_optimizers import optimizer_index
+from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.scaling import backward_methods
 from ampcompat.amp.scaling.clearing import clear_by_optimizer
 from ampcompat.amp.scaling.exchange import give_back_params, match_state
-from ampcompat.amp.scaling.gradients import open_block_of
+from ampcompat.amp.scaling.gradients import block_state, open_block_of
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.optimizer_state import OptimizerState, follow_groups
 from ampcompat.amp.scaling.scale_loss import under_amp
@@ -51,10 +51,10 @@ def attach(optimizer: Optimizer, session: Session, kind: type[OptimizerState]) -
         optimizer._amp_stash = stash
     stash.session = session
     stash.groups = []  # to be looked up anew, at this level
-    state.optimizers.live.pop(optimizer, None)
-    state.optimizers.live[optimizer] = None  # the latest call's come last
-    state.optimizers.may_hold_dropped = True
-    state.optimizers.disabled.pop(optimizer, None)
+    optimizer_index.live.pop(optimizer, None)
+    optimizer_index.live[optimizer] = None  # the latest call's come last
+    optimizer_index.may_hold_dropped = True
+    optimizer_index.disabled.pop(optimizer, None)
     for name, action in _METHODS.items():
         setattr(optimizer, name, types.MethodType(action, optimizer))
     if not getattr(optimizer, "_amp_wrapped", False):
@@ -68,7 +68,7 @@ def detach(optimizer: Optimizer) -> None:
     """Undo :func:`attach`, but for the wrappers of methods, which pass on."""
     stash: OptimizerState = optimizer._amp_stash
     stash.look_up(optimizer)
-    state.optimizers.live.pop(optimizer, None)
+    optimizer_index.live.pop(optimizer, None)
     give_back_params(optimizer)
     match_state(optimizer)
     stash.note_when_gone(optimizer, set())
@@ -107,16 +107,15 @@ def step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwarg
     if stash.is_stepping:  # a script's own step, which amp's is around already, has called this one
         return original(*args, **kwargs)
     stash.look_up(optimizer)
-    if state.open_blocks:
+    if block_state.open_blocks:
         _refuse_in_block(optimizer, stash)
-    casts = state.casts
     if args or kwargs:
         closure, original = _with_arguments(original, args, kwargs)
         if closure is not None:
-            outside = save(casts.device_types)
+            outside = save(cast_state.device_types)
             with CastsOff():
                 return step_with_closure(optimizer, original, closure, outside)
-    casting = casts.original is not None or any(map(torch.is_autocast_enabled, casts.device_types))
+    casting = cast_state.original is not None or any(map(torch.is_autocast_enabled, cast_state.device_types))
     with CastsOff() if casting else nullcontext():
         return make_or_skip_step(optimizer, stash, original)
 
@@ -210,14 +209,14 @@ def prepare_masters(optimizer: Optimizer) -> None:
     They follow what it did to the model's weights and gradients. Outside of blocks, a delayed transition is made: a
     script may end an accumulation early, clip, and step.
     """
-    if state.observers:
+    if observer_state.observers:
         notify("on_master_params", optimizer)
     stash: OptimizerState = optimizer._amp_stash
     stash.look_up(optimizer)
     drop_cleared(stash.leaves.masters)
     if stash.in_block:
         return
-    if not state.open_blocks:
+    if not block_state.open_blocks:
         if stash.unreduced is not None and not averages_by_script(stash.leaves):
             warn_of("unreduced gradients read")
         stash.make_delayed_transitions()

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 import torch
 
 from ampcompat import _torch
-from ampcompat._state import state
 from ampcompat._types import Optimizer
+from ampcompat.amp.known_optimizers import optimizer_index
 from ampcompat.amp.scaling.exchange import match_state, put_masters_into
 from ampcompat.amp.scaling.gradients import Leaves, Overflow, Unreduced, open_block_of
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.scaler import LossScaler
-from ampcompat.amp.scaling.session import Session
+from ampcompat.amp.scaling.session import Session, call_state
 
 #: A scaler, and the host copy of its flag and of the scale to print; no scaler where the step looked at gradients.
 FlagCopy = tuple[LossScaler | None, _torch.HostCopy]
@@ -71,7 +71,7 @@ class OptimizerState:
         saved_by_script: Gradients that ``_prepare_amp_backward`` has saved outside of blocks.
         known_step: The optimizer's own ``step`` attribute, as last looked up.
         is_stepping: Whether a script's replacement of ``step`` runs; amp's wrapper is around it.
-        when_gone: Tells ``state.optimizers`` what it held when it is collected.
+        when_gone: Tells ``optimizer_index`` what it held when it is collected.
     """
 
     session: Session
@@ -189,7 +189,7 @@ class OptimizerState:
         """Have the ``ids`` of leaves noted when ``optimizer`` is collected: another may come in its place."""
         if self.when_gone is not None:
             self.when_gone.detach()
-        self.when_gone = weakref.finalize(optimizer, state.optimizers.gone.update, ids)
+        self.when_gone = weakref.finalize(optimizer, optimizer_index.gone.update, ids)
         self.when_gone.atexit = False
 
 
@@ -203,10 +203,10 @@ def follow_groups(unscaled: Set[int] = frozenset()) -> None:
     Args:
         unscaled: Ids of tensors that no block can have reached, in models that come under amp now.
     """
-    optimizers = state.optimizers.listed()
+    optimizers = optimizer_index.listed()
     known = {key for optimizer in optimizers for key in optimizer._amp_stash.leaves.ids()}
     known.update(unscaled)
-    known.update(state.optimizers.gone)
+    known.update(optimizer_index.gone)
     for optimizer in optimizers:
         stash: OptimizerState = optimizer._amp_stash
         if stash._is_up_to_date(optimizer):
@@ -238,3 +238,21 @@ def _note_shared(optimizers: list[Optimizer]) -> None:
             holders[key] = holders.get(key, 0) + 1
     for optimizer in optimizers:
         optimizer._amp_stash.shared = {key for key in optimizer._amp_stash.leaves.ids() if holders[key] > 1}
+
+
+# -- all calls of initialize -------------------------------------------------------------------------------------------
+def calls_shown() -> list[Session]:
+    """The calls of ``initialize`` whose optimizers are alive, the later first; the latest call if there are none.
+
+    ``amp._amp_state.loss_scalers`` are the first one's. A call without optimizers (for an averaged model) has
+    scalers that no loss uses.
+    """
+    calls = [optimizer._amp_stash.session for optimizer in reversed(optimizer_index.listed())]
+    if not calls and call_state.latest is not None:
+        calls = [call_state.latest]
+    return list(dict.fromkeys(calls))
+
+
+def scalers_shown() -> list[LossScaler]:
+    """What ``amp._amp_state.loss_scalers`` is after a call of ``initialize``."""
+    return calls_shown()[0].scalers

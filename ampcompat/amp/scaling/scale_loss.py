@@ -13,11 +13,12 @@ from typing import Any, NoReturn
 import torch
 
 from ampcompat import _torch
-from ampcompat._state import state
 from ampcompat._types import is_optimizer
+from ampcompat.amp.known_optimizers import optimizer_index
 from ampcompat.amp.scaling.block import Block
+from ampcompat.amp.scaling.optimizer_state import calls_shown
 from ampcompat.amp.scaling.scaler import LossScaler, check_scaler
-from ampcompat.amp.scaling.session import DISABLED, Session
+from ampcompat.amp.scaling.session import DISABLED, Session, call_state
 
 
 @_torch.eager
@@ -97,7 +98,7 @@ def _refuse_loss_id(loss_id: object, count: int) -> NoReturn:
 # -- whose block -------------------------------------------------------------------------------------------------------
 def _optimizers_and_session(optimizers: Any) -> tuple[list[Any], Session]:
     """The optimizers of a block, each once, and the ``initialize`` call that it belongs to."""
-    latest = state.session
+    latest = call_state.latest
     if latest is None:
         raise RuntimeError(
             "Invoked 'with amp.scale_loss', but amp has not been initialized - `model, optimizer ="
@@ -113,12 +114,12 @@ def _optimizers_and_session(optimizers: Any) -> tuple[list[Any], Session]:
     for optimizer in unique:
         if is_optimizer(optimizer) and "_amp_stash" in vars(optimizer):
             continue
-        if not latest.enabled or (is_optimizer(optimizer) and optimizer in state.optimizers.disabled):
+        if not latest.enabled or (is_optimizer(optimizer) and optimizer in optimizer_index.disabled):
             return [], DISABLED
         _refuse_optimizer(optimizer, given if is_list else optimizers)
     if unique:
         return unique, unique[0]._amp_stash.session
-    return [], state.calls_shown()[0] if latest.enabled else latest
+    return [], calls_shown()[0] if latest.enabled else latest
 
 
 def _refuse_optimizer(optimizer: Any, given: Any) -> NoReturn:
@@ -145,5 +146,5 @@ def under_amp(optimizer: Any) -> Any:
     inner = getattr(optimizer, "optim", None)
     if inner is None:
         return optimizer
-    is_initialized = hasattr(inner, "_amp_stash") or inner in state.optimizers.disabled
+    is_initialized = hasattr(inner, "_amp_stash") or inner in optimizer_index.disabled
     return inner if is_initialized else optimizer

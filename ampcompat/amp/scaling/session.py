@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ampcompat._state import Part, state
 from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.casts.contexts import Casts
 from ampcompat.amp.half.forward import ModelPolicy
@@ -69,3 +70,19 @@ class Session:
 
 #: Owner of optimizers that were initialized with ``enabled=False``, when a later call is enabled.
 DISABLED = Session(Properties())
+
+
+@dataclass(eq=False)
+class CallState(Part):
+    """Calls of ``initialize``; those whose optimizers are alive are found from these.
+
+    Attributes:
+        latest: The latest call.
+        loaded_scalers: Scales and clean passes that were loaded before a call of ``initialize`` with optimizers.
+    """
+
+    latest: Session | None = None
+    loaded_scalers: list[tuple[float, int]] | None = None
+
+
+call_state = state.add(CallState())

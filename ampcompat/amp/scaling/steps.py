@@ -17,13 +17,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ampcompat import _torch
-from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.casts.contexts import Saved, restored
 from ampcompat.amp.half.masters import Master, align_written, push_all
 from ampcompat.amp.half.record import check_replaced
-from ampcompat.amp.observers import notify
+from ampcompat.amp.observers import notify, observer_state
+from ampcompat.amp.scaling.adapter import adapter_state
 from ampcompat.amp.scaling.optimizer_state import FlagCopy, OptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.unreduced import note_averaged
@@ -52,7 +52,7 @@ def make_or_skip_step(optimizer: Optimizer, stash: OptimizerState, original: Cal
     Where nothing is scaled and there are no masters, torch's own step is all there is to do.
     """
     has_masters = bool(stash.leaves.masters)
-    if has_masters or stash.delayed or state.adapters or state.observers or stash.undecided_steps:
+    if has_masters or stash.delayed or adapter_state.adapters or observer_state.observers or stash.undecided_steps:
         make_ready(optimizer, stash)
     flags: list[StepFlag] = []
     if stash.overflows or stash.deferred_overflows or stash.checks_gradients:
@@ -91,7 +91,7 @@ def make_ready(optimizer: Optimizer, stash: OptimizerState) -> None:
         drop_cleared(masters)
         check_replaced(masters)
         align_written(masters)
-    if state.observers:
+    if observer_state.observers:
         notify("before_step", optimizer)
 
 
@@ -229,7 +229,7 @@ def update_weights(
 @_torch.eager
 def push(masters: list[Master]) -> None:
     """Push masters that the optimizer has updated."""
-    if state.observers:
+    if observer_state.observers:
         notify("before_push", masters)
     push_all(masters)
 
@@ -243,7 +243,7 @@ def finish(optimizer: Optimizer, stash: OptimizerState, skipped: bool | None) ->
     if skipped:
         optimizer._opt_called = True  # LR schedulers warn when the first step they see never happened
     try:
-        if state.observers:
+        if observer_state.observers:
             notify("on_step", optimizer, skipped)
     finally:
         stash.drop_used_gradients(skipped)

@@ -16,7 +16,8 @@ from collections.abc import Iterable
 import torch
 
 from ampcompat import _torch
-from ampcompat._state import state
+from ampcompat.amp.known_optimizers import optimizer_index
+from ampcompat.amp.scaling.adapter import adapter_state
 from ampcompat.amp.scaling.gradients import Leaves, OpenBlock, Overflow, Unreduced, leaves_of
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
@@ -26,13 +27,13 @@ from ampcompat.amp.scaling.unscaling import any_non_finite, entries_of
 def waits_for_reduction(leaves: Leaves) -> bool:
     """Whether gradients of ``leaves`` have yet to be averaged, by a wrapper of the model or by the script."""
     tensors = leaves.tensors()
-    return averages_by_script(leaves) or any(adapter.defers_reduction(tensors) for adapter in state.adapters)
+    return averages_by_script(leaves) or any(adapter.defers_reduction(tensors) for adapter in adapter_state.adapters)
 
 
 def averages_by_script(leaves: Leaves) -> bool:
     """Whether the script averages the gradients of ``leaves`` by itself."""
     tensors = leaves.tensors()
-    return any(adapter.leaves_reduction_to_script(tensors) for adapter in state.adapters)
+    return any(adapter.leaves_reduction_to_script(tensors) for adapter in adapter_state.adapters)
 
 
 def note_unreduced(block: OpenBlock) -> None:
@@ -49,7 +50,7 @@ def note_unreduced(block: OpenBlock) -> None:
 @_torch.without_grad
 def bring_back(block: OpenBlock) -> None:
     """Put the unreduced gradients of leaves of ``block`` where a backward pass adds to them, at its scale."""
-    holders = [optimizer for optimizer in state.optimizers.listed() if optimizer._amp_stash.unreduced is not None]
+    holders = [optimizer for optimizer in optimizer_index.listed() if optimizer._amp_stash.unreduced is not None]
     if not holders:
         return
     block.brought = leaves_of(holders).part(block.leaves.ids())
@@ -104,7 +105,7 @@ def drop_brought(block: OpenBlock) -> None:
 def kept_by_wrappers(leaves: Leaves) -> list[torch.Tensor]:
     """The scaled gradients of ``leaves`` that wrappers of models keep for a later backward pass."""
     tensors = leaves.tensors()
-    return [grad for adapter in state.adapters for grad in adapter.unreduced_gradients(tensors)]
+    return [grad for adapter in adapter_state.adapters for grad in adapter.unreduced_gradients(tensors)]
 
 
 def note_reduced(block: OpenBlock, found_inf: torch.Tensor | None) -> list[Overflow]:

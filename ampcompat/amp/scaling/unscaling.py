@@ -28,10 +28,9 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._log import say
-from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.half.masters import Master
-from ampcompat.amp.scaling.adapter import Adapter
+from ampcompat.amp.scaling.adapter import Adapter, adapter_state
 from ampcompat.amp.scaling.gradients import Leaves, OpenBlock
 from ampcompat.amp.scaling.scaler import LossScaler
 
@@ -78,7 +77,7 @@ def unscale_new(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) 
     masterless_grads = [grad for grad in map(_GRAD, leaves.masterless) if grad is not None]
     if any(map(_IS_SPARSE, masterless_grads)):
         masterless_grads = _entries_of_each(leaves.masterless)
-    if state.adapters:
+    if adapter_state.adapters:
         masterless_grads = list(map(_torch.local_part, masterless_grads))
     has_new_grads = bool(half_gradients or masterless_grads)
     if any(map(_REQUIRES_GRAD, half_gradients.values())) or any(map(_REQUIRES_GRAD, masterless_grads)):
@@ -95,7 +94,7 @@ def unscale_new(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) 
     elif masterless_grads and scale is not None:
         scaler.unscale_grads(masterless_grads, scale)
     if scale is not None:
-        for adapter in state.adapters:
+        for adapter in adapter_state.adapters:
             _share_overflow(adapter, scaler, leaves.masterless)
     if len(half_gradients) < len(masters):
         drop_cleared(masters)  # a script may zero gradients in the block, and then clear some
@@ -269,7 +268,7 @@ def clear_in_model(leaves: Leaves) -> None:
 
 def drop_unreduced(leaves: Leaves) -> None:
     """Drop the gradients of ``leaves`` that a wrapper keeps for a later backward pass."""
-    for adapter in state.adapters:
+    for adapter in adapter_state.adapters:
         adapter.drop_unreduced_gradients(leaves.tensors())
 
 
@@ -284,9 +283,9 @@ def any_non_finite(grads: list[torch.Tensor]) -> torch.Tensor:
 
     No host sync.
     """
-    if not state.adapters:
+    if not adapter_state.adapters:
         return _torch.any_non_finite(grads)
     flag: torch.Tensor | None = _torch.any_non_finite(list(map(_torch.local_part, grads)))
-    for adapter in state.adapters:
+    for adapter in adapter_state.adapters:
         flag = adapter.combined_flag(flag, grads)
     return flag  # type: ignore[return-value] # adapters do not lose a flag

@@ -112,7 +112,7 @@ def _cures(event: Event, setting: Setting) -> list[str]:
     if event.backward:
         return _too_large_backward(event, setting)
     bfloat16 = [BFLOAT16] if setting.half == "float16" else []
-    if event.place.function in CASTS and _is_of_script(event):
+    if event.made and event.place.function in CASTS and _is_of_script(event):
         return [_cast_later(event), *bfloat16]
     return [*_smaller_inputs(event), *_smaller_constant(event), *_in_float32(event, setting), *bfloat16]
 

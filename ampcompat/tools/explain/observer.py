@@ -363,16 +363,15 @@ class OverflowExplainer:
         if lost.is_fault or self.silent_skips >= MOST_SILENT_SKIPS:
             steps = self.watch.arm()
         known = problem or _what_forwards_show(lost, findings)
-        watched = f" The next {steps} steps are watched as they run." if steps else ""
+        watched = f" The next steps, {steps} at most, are watched as they run." if steps else ""
         self._tell_of_unknown(lost, known + watched)
 
     def _what_the_watch_shows(self, lost: LostStep) -> str:
         if self.watch.is_of_another_rank(lost.tensors):
             return " It came with the gradients of another rank."
         return (
-            " The step was watched as it ran, and no op shows why. Ops of compiled code, and of DataParallel's threads,"
-            " are not seen: start the script once with TORCHDYNAMO_DISABLE=1 in its environment, or on one device"
-            " (CUDA_VISIBLE_DEVICES=0)."
+            " The step was watched as it ran, and no op shows why. Ops in CUDA graphs and in DataParallel are not"
+            " seen: start the script once without graphs, on one device (CUDA_VISIBLE_DEVICES=0)."
         )
 
     def _lose_to(self, lost: LostStep, event: Event, block: Block) -> object:

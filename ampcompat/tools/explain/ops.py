@@ -100,6 +100,8 @@ def _cause(event: Event) -> str:
 def _name(event: Event) -> str:
     """As in "conv2d", "the backward of conv2d", "a gradient"."""
     function = event.place.function or event.op
+    if function == "_to_copy" and not event.backward:
+        return f"a cast to {dtype_name(event.dtype)}"
     if not event.backward:
         return function
     return "a gradient" if function in _CASTS else f"the backward of {function}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -231,6 +232,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.largest_gradient = 0.0
         self._is_paused = False
+        self._process = os.getpid()  # the copies that a data loader forks are not looked at
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -277,7 +279,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        if self._is_paused:
+        if self._is_paused or os.getpid() != self._process or _torch.is_capturing():
             return func(*args, **(kwargs or {}))
         call = Call(func, args, kwargs or {})
         result = func(*call.args, **call.kwargs)
@@ -288,6 +290,9 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _examine(self, call: Call, out: torch.Tensor) -> None:
         """Note how a result was made, and where what is not finite in it comes from."""
+        if "empty" in call.name:  # what is there is not read before it is written
+            self.origins.pop(storage(out), None)
+            return
         is_written = any(t is out for t in call.inputs)
         is_view = not is_written and any(storage(t) == storage(out) for t in call.inputs)
         sources = [self.made[storage(t)] for t in call.inputs if storage(t) in self.made]
@@ -307,9 +312,10 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 origin.spread = made.place
             self.origins[storage(out)] = origin
             return
+        is_cast_by_amp = call.name == "_to_copy" and is_called_by_amp(sys._getframe())
         event = Event(
             op=COLLECTIVE if call.is_collective else call.name,
-            place=made.place,
+            place=made.place._replace(function="") if is_cast_by_amp else made.place,
             backward=node is not None,
             dtype=out.dtype,
             value=call.largest_in_float32(out),

@@ -33,6 +33,12 @@ class Ranks:
         word = os.environ.get("WORLD_SIZE", "")
         self.count = int(word) if word.isdecimal() else 1
         self._store: Any = None
+        self._rank = rank()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the verdict is for this one to tell."""
+        return self._rank == 0
 
     def look(self) -> None:
         """Keep the store of the process group, if there is a group by now."""

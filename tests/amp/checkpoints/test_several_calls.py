@@ -200,10 +200,10 @@ def test_the_scaler_in_use_is_shown_where_an_average_is_initialized_without_opti
         assert scaled.item() == 2.0**8
 
 
-def test_a_list_of_scalers_that_a_script_writes_goes_to_the_call_in_use():
+def test_a_scaler_that_a_script_puts_into_the_list_goes_to_the_call_in_use():
     _model, optimizer = start()
     amp.initialize(Net(), opt_level="O2", verbosity=0)
-    amp._amp_state.loss_scalers = [amp.scaler.LossScaler(4.0)]
+    amp._amp_state.loss_scalers[0] = amp.scaler.LossScaler(4.0)
     with amp.scale_loss(torch.ones(()), optimizer) as scaled:
         assert scaled.item() == 4.0
 

@@ -382,7 +382,7 @@ def test_a_loss_function_is_watched_after_the_first_time(capsys, loss_of, line):
     lose_a_step(Head(torch.tanh), torch.randn(4, 8), loss_of=loss_of, steps=5)
     *first, second = fields(capsys.readouterr().err)
     # A gradient that is not finite may be an ordinary back-off: that is not told.
-    assert all(entry["head"].endswith("The next 50 steps are watched as they run.") for entry in first)
+    assert all(entry["head"].endswith("The next steps, 50 at most, are watched as they run.") for entry in first)
     assert "outside of any module" in second["where"]
     assert line in second["line"]
 

@@ -473,5 +473,5 @@ def test_a_compiled_model_is_watched(capsys):
     for _ in range(2):
         make_step(optimizer, fast(torch.full((2, 8), 1e38)).float().pow(2).mean())
     first, second = capsys.readouterr().err.split("ampcompat explain: ")[1:]
-    assert "could not be run again as it was. The next 50 steps are watched as they run." in first
+    assert "could not be run again as it was. The next steps, 50 at most, are watched as they run." in first
     assert "is too large for float16, to which linear casts it" in second

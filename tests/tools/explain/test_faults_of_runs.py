@@ -211,6 +211,13 @@ FAULTS = {
         r"; the cause of 1 of these is .*\(linear in fc\)\.$|^1 of 40 steps was skipped; the cause is .*linear in fc",
         batch=once(1e6),
     ),
+    "an outlier that amp casts itself": Fault(
+        {"what": "a value is too large for float16: 1 of 32 values", "hint": "smaller inputs"},
+        r"^1 of 40 steps was skipped; the cause is .*\(a cast to float16\)\.$",
+        level="O2",
+        batch=once(1e6),
+        loss=lambda y: y.float().mean() * 0.1,
+    ),
     # -- values of the forward -----------------------------------------------------------------------------------------
     "a layer beyond float16": Fault(
         {
@@ -320,7 +327,7 @@ FAULTS = {
     ),
     "what cannot be run again": Fault(
         {
-            "head": "The loss of step 1 is nan. Its forward could not be run again as it was. The next 50 steps are",
+            "head": "The loss of step 1 is nan. Its forward could not be run again as it was. The next steps, 50 at",
             "next what": "is too large for float16, to which linear casts it",
         },
         r"^40 of 40 steps were skipped; the cause is .*\(linear in fc\)\.$",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from python_process import run_python
 
 ROOT = Path(__file__).parents[3]
 
@@ -80,6 +81,37 @@ def test_the_verdict_speaks_for_all_ranks(tmp_path, end):
     assert [(one["steps"], one["ranks"]) for one in verdict["causes"]] == [(4, [1]), (4, [1])]
     assert verdict["ranks"] == 2
     assert {one["explain"] for one in second} == {"fault"}
+
+
+SPAWNING = """
+import os, sys
+import torch
+import torch.multiprocessing
+
+def work(rank, port):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sys.argv[1:] = ["group", "destroy"]
+    exec(compile(SCRIPT + "\\ndel os.environ['RANK']", "train.py", "exec"), {"__name__": "train"})
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work, (int(sys.argv[1]),), nprocs=2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no process groups")
+def test_the_verdict_is_told_once_by_processes_that_forget_their_rank(tmp_path):
+    """The process group is gone when they end, and no launcher has told them their ranks."""
+    script = tmp_path / "spawning.py"
+    script.write_text(f"SCRIPT = {SCRIPT!r}\n{SPAWNING}")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "AMPCOMPAT_EXPLAIN": "json", "GLOO_SOCKET_IFNAME": "lo"}
+    command = ["-m", "ampcompat", "run", str(script), free_port()]
+    done = run_python(command, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stderr.splitlines() if line.startswith('{"explain"')]
+    (verdict,) = [one for one in lines if one["explain"] == "verdict"]
+    assert verdict["ranks"] == 2
+    assert "(on rank 1)" in verdict["message"]
 
 
 def test_where_ranks_cannot_be_asked_the_verdict_is_of_this_one(tmp_path):

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from amp_training import initialized, last_words, make_step
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from ampcompat import amp
 from ampcompat.tools.explain import explain_overflows
@@ -175,10 +176,10 @@ def test_a_normal_skip_takes_no_explanation(capsys):
         make_step(optimizer, loss)
     told = explanations(capsys.readouterr().err)
     assert not any("wait" in entry.get("hint", "") for entry in told)
-    whats = " ".join(entry.get("what", "") for entry in told)
-    assert "input 0" in whats
-    assert "log" in whats
-    assert "sqrt" in whats
+    parts = " ".join(entry.get("what", "") for entry in told)
+    assert "input 0" in parts
+    assert "log" in parts
+    assert "sqrt" in parts
 
 
 def test_a_warning_of_torch_is_of_the_scripts_line(recwarn):
@@ -198,3 +199,51 @@ def test_a_warning_of_torch_is_of_the_scripts_line(recwarn):
         test_a_warning_of_torch_is_of_the_scripts_line.__code__.co_firstlineno + 5
     }
     assert not [one for one in recwarn if "ampcompat" in one.filename]
+
+
+@pytest.mark.parametrize("mode", [FlopCounterMode, lambda display: torch.device("cpu")], ids=["dispatch", "function"])
+def test_a_mode_that_the_script_leaves_is_its_own(mode, capsys):
+    """It is entered before a step and left after it: the watch begins between the two."""
+    model, optimizer = started(nn.Linear(8, 8))
+    for _ in range(4):
+        optimizer.zero_grad()
+        with mode(display=False) as entered:
+            make_step(optimizer, torch.log(model(WORDS).float() * 0).mean())
+    if isinstance(entered, FlopCounterMode):
+        assert entered.get_total_flops() > 0
+    assert "aten::log" in capsys.readouterr().err
+    explain_overflows()  # ends the watch
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    assert torch.overrides._get_current_function_mode() is None
+
+
+def test_an_error_ends_the_watch(capsys):
+    model, optimizer = started(nn.Linear(8, 8))
+    make_step(optimizer, torch.log(model(WORDS).float() * 0).mean())
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is not None
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(torch.ones(4, 7))
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_steps_are_watched_in_bounds(monkeypatch):
+    """What no op shows is not looked for without an end; steps are counted all the same."""
+    monkeypatch.setattr("ampcompat.tools.explain.watch.STEPS", 2)
+    monkeypatch.setattr("ampcompat.tools.explain.watch.MOST_STEPS", 3)
+    monkeypatch.setattr("ampcompat.tools.explain.observer.MOST_RUN_AGAIN", 3)
+    model, optimizer = started(nn.Linear(8, 8))
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss = model(WORDS).float().mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+            numpy_of(model.weight.grad)[0] = float("nan")  # no op of torch's
+        optimizer.step()
+    verdict = last_words()[-1]
+    assert verdict.content["skipped"] == 12
+    assert "the cause was not found" in verdict.head
+    assert "were not looked into" in verdict.head
+
+
+def numpy_of(tensor):
+    return tensor.detach().numpy()

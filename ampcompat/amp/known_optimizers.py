@@ -1,0 +1,36 @@
+"""The optimizers under amp."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+from ampcompat._state import Part, state
+from ampcompat._types import Optimizer
+
+
+@dataclass(eq=False)
+class OptimizerIndex(Part):
+    """Optimizers that calls of ``initialize`` were given, as long as they are alive.
+
+    Attributes:
+        live: Optimizers under amp; :meth:`listed` reads them at a third of the cost of iterating.
+        disabled: Optimizers given to ``initialize(enabled=False)``.
+        may_hold_dropped: Whether a call has come since those that a script has dropped were last collected: they are
+            reference cycles, their methods are bound to them.
+        gone: Ids of the leaves of optimizers that were collected since the last block ended: what gradients these have
+            are unscaled.
+    """
+
+    live: weakref.WeakKeyDictionary[Optimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
+    disabled: weakref.WeakKeyDictionary[Optimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
+    may_hold_dropped: bool = False
+    gone: set[int] = field(default_factory=set)
+
+    def listed(self) -> list[Optimizer]:
+        """Those under amp, in the order of their ``initialize`` calls."""
+        optimizers = [reference() for reference in self.live.keyrefs()]
+        return [optimizer for optimizer in optimizers if optimizer is not None]
+
+
+optimizer_index = state.add(OptimizerIndex())
