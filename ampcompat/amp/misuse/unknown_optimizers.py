@@ -79,7 +79,7 @@ class ScaledForNone:
         """Warn if ``optimizer``, which begins a step, uses one of them, and does not step by one that amp knows."""
         if torch.compiler.is_compiling() or not self._scaled or "_amp_stash" in vars(optimizer):
             return
-        for param in (param for group in optimizer.param_groups for param in group["params"]):
+        for param in [param for group in optimizer.param_groups for param in group["params"]]:
             scaled = self._scaled.get(id(param))
             if scaled is None or param.grad is None or not scaled.is_as_it_was(param.grad):
                 continue
@@ -92,7 +92,7 @@ class ScaledForNone:
 def _held_by_none() -> list[torch.Tensor]:
     """The trainable parameters of models under amp that no optimizer under amp holds."""
     held = {key for optimizer in optimizer_index.listed() for key in optimizer._amp_stash.leaves.ids()}
-    modules = dict.fromkeys(module for model in model_index.live for module in model.modules())
+    modules = dict.fromkeys([module for model in model_index.live for module in model.modules()])
     params = [param for module in modules for param in module._parameters.values() if param is not None]
     return [param for param in params if param.requires_grad and id(param) not in held]
 
