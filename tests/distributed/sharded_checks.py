@@ -256,6 +256,8 @@ def accumulated(level: str, how: str) -> list[torch.Tensor]:
         last = micro == 2
         if how == "set_requires_gradient_sync":
             model.set_requires_gradient_sync(last)
+        if how == "the second alone waits":
+            model.set_requires_gradient_sync(micro != 1)
         loss = model(batch(micro)).float().pow(2).mean() / 64
         delay = how == "delay_unscale" and not last
         backward(loss, optimizer, loss_id=min(micro, 1), delay_unscale=delay)
@@ -265,7 +267,7 @@ def accumulated(level: str, how: str) -> list[torch.Tensor]:
 def accumulation(level: str) -> None:
     """Unscaled after each block, at the end, or reduced at the end: the same sum."""
     want = accumulated(level, "each")
-    for how in ("delay_unscale", "set_requires_gradient_sync"):
+    for how in ("delay_unscale", "set_requires_gradient_sync", "the second alone waits"):
         for got, expected in zip(accumulated(level, how), want, strict=True):
             # float32 sums in another order.
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6 * expected.abs().max().item())

@@ -235,6 +235,9 @@ class Block(OpenBlock):
         self.has_new_grads = unscale_new(leaves, self.scaler, self.scale) or scripts_had_grads
         if self.saved:
             add_saved(self.saved)
+        if self.is_delayed:
+            for optimizer in self.optimizers:
+                optimizer._amp_stash.delayed.add(self.scaler)
         if adapter_state.adapters and waits_for_reduction(self.leaves):
             note_unreduced(self)
             return
@@ -245,7 +248,7 @@ class Block(OpenBlock):
         self._note_overflows(overflows)
 
     def _adjust_scaler(self, found_inf: torch.Tensor | None) -> list[Overflow]:
-        """Make the scaler's transition, or put it off; return what the steps of the optimizers are to note.
+        """Make the scaler's transition, or defer it; return what the steps of the optimizers are to note.
 
         Nothing where the scale does not move.
         """
@@ -265,13 +268,11 @@ class Block(OpenBlock):
         return [] if flag is None else [Overflow(scaler, flag, deferred)]
 
     def _note_overflows(self, overflows: list[Overflow]) -> None:
-        """Note ``overflows`` in the optimizers; note that the scale's move is delayed, or make the delayed ones."""
+        """Note ``overflows`` in the optimizers, and make the transitions that earlier blocks have delayed."""
         is_shared = False
         for optimizer in self.optimizers:
             stash: OptimizerState = optimizer._amp_stash
-            if self.is_delayed:
-                stash.delayed.add(self.scaler)
-            elif stash.delayed:
+            if stash.delayed and not self.is_delayed:
                 stash.make_delayed_transitions()
                 stash.delayed.clear()
             for overflow in overflows:

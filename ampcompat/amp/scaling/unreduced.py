@@ -69,7 +69,7 @@ def _scaled(grad: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """A copy of ``grad``, multiplied by ``scale``."""
     copy = grad.detach().clone()
     if scale is not None:
-        entries_of(copy).mul_(scale.to(grad.device, non_blocking=True))
+        entries_of(_torch.local_part(copy)).mul_(scale.to(grad.device, non_blocking=True))
     return copy
 
 

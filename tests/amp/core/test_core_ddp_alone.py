@@ -55,6 +55,15 @@ def test_masters_are_those_of_this_process_while_gradients_wait_for_others():
     amp.master_params(optimizer)
 
 
+def test_delayed_gradients_of_no_sync_cannot_be_declared_unscaled():
+    model, optimizer = start("O1")
+    wrapped = DistributedDataParallel(model)
+    with wrapped.no_sync():
+        backward(wrapped, optimizer, delay_unscale=True)
+    with pytest.raises(RuntimeError, match="unscaled the gradients already"):
+        optimizer._amp_stash.params_have_scaled_gradients = False
+
+
 def gradients(optimizer):
     return [p.grad.clone() for p in amp.master_params(optimizer)]
 
