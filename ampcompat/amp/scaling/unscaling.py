@@ -1,4 +1,4 @@
-"""Gradients of a ``scale_loss`` block: saved, rescaled, unscaled, added to their masters'.
+"""Gradients of a ``scale_loss`` block: saved, unscaled, added to their masters'.
 
 Gradient 2 at scale 1024, then gradient 3 in a second block, at levels with masters:
 
