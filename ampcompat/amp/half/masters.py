@@ -144,11 +144,6 @@ class Master:
         self.grad_shown = False
         self.value.grad = None
 
-    def drop_cleared_gradient(self) -> None:
-        """Drop ``value.grad`` where the model showed it, and a script has cleared it there."""
-        if self.grad_shown and self.half.grad is None:
-            self.drop_gradient()
-
     def show_gradient(self) -> None:
         """Show ``value.grad`` in the model, rounded, where a block has hidden it and gave no other."""
         if self.value.grad is not None and self.half.grad is None:

@@ -212,7 +212,8 @@ def follow_groups(unscaled: Set[int] = frozenset()) -> None:
         if stash._is_up_to_date(optimizer):
             continue
         for master in stash.leaves.masters:  # one that leaves may come back, when a later block has given it another
-            master.drop_cleared_gradient()
+            if master.grad_shown and master.half.grad is None:
+                master.drop_gradient()
         stash.look_up_anew(optimizer)
         if stash.session.has_scaled:
             stash.checks_gradients = True  # an overflow may have left gradients of what it holds now

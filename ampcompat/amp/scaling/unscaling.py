@@ -46,7 +46,8 @@ def save_grads(leaves: Leaves, saved: dict[torch.Tensor, torch.Tensor]) -> None:
     """Take unscaled gradients out of ``p.grad``, into ``saved``; the sums of half weights are in their masters."""
     for master in leaves.masters:
         if master.half.grad is None:
-            master.drop_cleared_gradient()
+            if master.grad_shown:
+                master.drop_gradient()  # a script has cleared it in the model
         else:
             master.half.grad = None
             master.grad_shown = False
@@ -241,8 +242,9 @@ def show_sums(masters: Iterable[Master]) -> None:
 # -- gradients that a script has cleared -------------------------------------------------------------------------------
 def drop_cleared(masters: Iterable[Master]) -> None:
     """Drop the gradients of masters where the model showed them, and a script has cleared them there."""
-    for master in masters:
-        master.drop_cleared_gradient()
+    for master in masters:  # no call for each: models have thousands
+        if master.grad_shown and master.half.grad is None:
+            master.drop_gradient()
 
 
 # -- gradients that are lost -------------------------------------------------------------------------------------------
