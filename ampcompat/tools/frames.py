@@ -67,14 +67,12 @@ def script_line(
 
 def is_called_by_amp(frame: FrameType | None) -> bool:
     """Whether the op that runs is called by ampcompat's own code, and for no function that the script calls."""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file.startswith(_OURS) and not file.startswith(_TOOLS):
-            return not file.startswith(_CASTS)
-        if _is_of_script(file):
-            return False
+    while frame is not None and frame.f_code.co_filename.startswith((*_TOOLS, *_AROUND_TOOLS)):
         frame = frame.f_back
-    return False
+    if frame is None:
+        return False
+    file = frame.f_code.co_filename
+    return file.startswith(_OURS) and not file.startswith(_CASTS)
 
 
 def _call_for_caller(function: Callable[..., R], args: Sequence[object], kwargs: Mapping[str, object]) -> R:

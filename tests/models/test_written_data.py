@@ -322,21 +322,6 @@ def test_what_data_gives_out_is_what_torch_gives_out(level):
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_autograd_sees_a_write_through_data_but_no_step(level):
-    """What a graph has saved of ``data`` must be what it was; a step, which moves no version, is not in its way."""
-    run = Run(level)
-    weight = run.model.head.weight
-    x = torch.ones(2, 4, dtype=weight.dtype, requires_grad=True)
-    before_step = (x * weight.data).sum()
-    run.step()
-    before_step.backward()
-    before_write = (x * weight.data).sum()
-    weight.data.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        before_write.backward()
-
-
-@pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_the_memory_of_aliases_is_not_held(level):
     """What ``data`` was before it was assigned is freed with the script's own reference."""
     run = Run(level)

@@ -13,7 +13,6 @@ from ampcompat.amp.known_optimizers import optimizer_index
 from ampcompat.amp.scaling.exchange import inner_optimizers
 from ampcompat.amp.scaling.gradients import OpenBlock
 from ampcompat.amp.scaling.mistakes import warn_of
-from ampcompat.amp.scaling.unscaling import entries_of
 
 #: The gradient of each tensor, by the id of the tensor, and its version.
 Gradients = dict[int, tuple[torch.Tensor, int]]
@@ -25,26 +24,18 @@ class _Scaled(NamedTuple):
     Attributes:
         grad: The gradient.
         version: Its version then.
-        largest: Its largest magnitude then: what is written through ``data`` moves no version. None for half weights
-            with masters, of which there are thousands.
         scale: What it is multiplied by.
     """
 
     grad: weakref.ref[torch.Tensor]
     version: int
-    largest: torch.Tensor | None
     scale: torch.Tensor
 
     def is_as_it_was(self, grad: torch.Tensor) -> bool:
-        """Whether ``grad`` is this gradient, still scaled; False where zero, inf or NaN do not tell.
-
-        Host syncs, unless it is another gradient or version.
-        """
-        if _torch.tensor_of(self.grad) is not grad or grad._version != self.version or self.scale.item() == 1:
+        """Whether ``grad`` is this gradient, still scaled. Host sync, unless it is another gradient or version."""
+        if _torch.tensor_of(self.grad) is not grad or grad._version != self.version:
             return False
-        if self.largest is None:
-            return True
-        return 0 < self.largest.item() < float("inf") and torch.equal(_largest(grad), self.largest)
+        return self.scale.item() != 1
 
 
 class ScaledForNone:
@@ -69,11 +60,11 @@ class ScaledForNone:
             grad = param.grad
             known, version = before.get(id(param), (None, 0))
             if grad is not None and (grad is not known or grad._version != version):
-                self._scaled[id(param)] = _Scaled(weakref.ref(grad), grad._version, _largest(grad), block.scale)
+                self._scaled[id(param)] = _Scaled(weakref.ref(grad), grad._version, block.scale)
         for master in block.leaves.masters:
             grad = master.half.grad
             if grad is not None:
-                self._scaled[id(master.half)] = _Scaled(weakref.ref(grad), grad._version, None, block.scale)
+                self._scaled[id(master.half)] = _Scaled(weakref.ref(grad), grad._version, block.scale)
 
     def look(self, optimizer: Any) -> None:
         """Warn if ``optimizer``, which begins a step, uses one of them, and does not step by one that amp knows."""
@@ -92,12 +83,8 @@ class ScaledForNone:
 def _held_by_none() -> list[torch.Tensor]:
     """The trainable parameters of models under amp that no optimizer under amp holds."""
     held = {key for optimizer in optimizer_index.listed() for key in optimizer._amp_stash.leaves.ids()}
-    modules = dict.fromkeys([module for model in model_index.live for module in model.modules()])
+    modules: dict[torch.nn.Module, None] = {}
+    for model in model_index.live:
+        modules.update(dict.fromkeys(model.modules()))
     params = [param for module in modules for param in module._parameters.values() if param is not None]
     return [param for param in params if param.requires_grad and id(param) not in held]
-
-
-@torch.no_grad()
-def _largest(grad: torch.Tensor) -> torch.Tensor:
-    entries = entries_of(_torch.local_part(grad))
-    return entries.abs().amax() if entries.numel() else entries.new_zeros(())

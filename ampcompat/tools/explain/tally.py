@@ -95,9 +95,9 @@ class Tally:
             self._not_finite.append(self.steps)
 
     def find(self, what: str, key: object, was_watched: bool) -> None:
-        """Note that the fault of ``key`` has lost the coming step, whose ``what`` was not finite.
+        """Note that the fault of ``key`` has lost about this step, whose ``what`` was not finite.
 
-        What only the watch shows is likely to have lost the steps near it, too, that no forward explains.
+        What the watch shows is likely to have lost the steps near it, too, that no forward explains.
         """
         kinds = [Unknown(what, False), Unknown(what)] if was_watched else [Unknown(what, False)]
         for kind in kinds:

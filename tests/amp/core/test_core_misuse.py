@@ -525,7 +525,7 @@ def zeroes_first(gan):
 
 def unscales_by_hand(gan):
     for param in gan.d.parameters():
-        param.grad.data.div_(amp.state_dict()["loss_scaler0"]["loss_scale"])
+        param.grad.div_(amp.state_dict()["loss_scaler0"]["loss_scale"])
 
 
 def has_a_grad_scaler_of_its_own(gan):
