@@ -9,7 +9,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.half.masters import Master, align_written, master_of
-from ampcompat.amp.half.record import ensure_master, half_weights, masters_by_name, own_tensors, set_masters
+from ampcompat.amp.half.record import drop_masters, ensure_master, half_weights, masters_by_name, own_tensors
 from ampcompat.amp.half.saving import hook, hook_added_modules, unhook
 
 _CASTABLE = (*HALF_DTYPES, torch.float32, torch.float64)
@@ -59,7 +59,7 @@ def cast_weights(
             hook(module, target, has_masters)
             _halve(module, target, has_masters, trained, refcount_probe)
             if not has_masters:
-                set_masters(module, {})
+                drop_masters(module)
         was_cast = [tensor.dtype for _, tensor in own_tensors(module)] != dtypes_before
         if was_cast and isinstance(module, torch.nn.RNNBase):
             _flatten(module)
