@@ -49,9 +49,6 @@ apex kept lists of gradients for each optimizer (``apex/amp/handle.py: scale_los
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NoReturn
-
 import torch
 
 from ampcompat import _torch
@@ -97,7 +94,7 @@ class Block(OpenBlock):
     Attributes:
         loss: The script's loss, until it is scaled.
         is_delayed: Whether the next block or step moves the scale (``delay_unscale``).
-        moves_scale: Whether the end moves the scale; otherwise the next transition counts the overflow.
+        moves_scale: False with ``delay_overflow_check``: the scaler's next transition counts an overflow of this block.
         entered: Whether it was entered.
         has_own_methods: Whether a script has put methods of its own on an optimizer, where apex's saved and unscaled.
     """
@@ -149,7 +146,7 @@ class Block(OpenBlock):
             raise
 
     def _has_flags(self) -> bool:
-        """Whether other scalers have noted flags, which are forgotten where a script has cleared the gradients."""
+        """Whether steps of its optimizers wait for the flags of other scalers: then :meth:`_begin` has to look."""
         stashes = [optimizer._amp_stash for optimizer in self.optimizers]
         return any(stash.overflows or stash.deferred_overflows for stash in stashes)
 
@@ -316,18 +313,14 @@ def _refuse_inside_another(block: OpenBlock) -> None:
     outer = open_block_of(block.leaves)
     if outer is None or (outer.is_plain and block.is_plain):
         return
-    _refuse_inner_block(outer.optimizers, block.optimizers)
-
-
-def _refuse_inner_block(outer: Sequence[Optimizer], inner: Sequence[Optimizer]) -> NoReturn:
-    """Raise for a block of ``inner`` inside one of ``outer`` that gives gradients to the same tensors."""
-    if any(optimizer in outer for optimizer in inner):
+    if any(optimizer in outer.optimizers for optimizer in block.optimizers):
         raise RuntimeError(
             "scale_loss inside a scale_loss block of the same optimizer - gradients of the two could not be told apart"
             " - close the first block, or add the losses up."
         )
+    other = type(outer.optimizers[0]).__name__
     raise RuntimeError(
-        f"scale_loss inside the scale_loss block of another optimizer ({type(outer[0]).__name__}) that shares"
+        f"scale_loss inside the scale_loss block of another optimizer ({other}) that shares"
         " parameters with this one - the gradients of the two losses would be added up in the same tensors, and"
         " unscaled twice - close the first block before, or give both optimizers to one block:"
         " `with amp.scale_loss(loss_a + loss_b, [optimizer_a, optimizer_b])` (D38)."
