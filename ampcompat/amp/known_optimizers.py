@@ -18,7 +18,7 @@ class OptimizerIndex(Part):
         disabled: Optimizers given to ``initialize(enabled=False)``.
         may_hold_dropped: Whether a call has come since those that a script has dropped were last collected: they are
             reference cycles, their methods are bound to them.
-        gone: Ids of the leaves of optimizers that were collected since the last block ended: what gradients these have
+        gone: Ids of the leaves of optimizers that were collected since the last block ended: gradients of these leaves
             are unscaled.
     """
 

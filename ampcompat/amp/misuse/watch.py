@@ -1,4 +1,4 @@
-"""An observer of the first blocks of a run, and of their steps: each mistake that it finds is warned of once."""
+"""An observer of the first blocks of a run, and of the steps between them: it warns of each mistake once."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class _Record:
 
 
 class Watch:
-    """Look for mistakes in the first blocks, as an observer that takes itself away after them.
+    """Look for mistakes in the first blocks, as an observer that takes itself away at the end of the last of these.
 
     Attributes:
         blocks_left: How many blocks it has yet to see.
