@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any, NamedTuple
 
@@ -92,7 +93,7 @@ class ScaledForNone:
 def _held_by_none() -> list[torch.Tensor]:
     """The trainable parameters of models under amp that no optimizer under amp holds."""
     held = {key for optimizer in optimizer_index.listed() for key in optimizer._amp_stash.leaves.ids()}
-    modules = dict.fromkeys(module for model in model_index.live for module in model.modules())
+    modules = dict.fromkeys(itertools.chain.from_iterable(map(torch.nn.Module.modules, model_index.live)))
     params = [param for module in modules for param in module._parameters.values() if param is not None]
     return [param for param in params if param.requires_grad and id(param) not in held]
 
