@@ -113,8 +113,9 @@ def _halve(
         master = _aligned_master(module, name, tensor)
         leaves_memory = tensor.dtype == torch.float32 and _torch.owns_memory_alone(tensor, refcount_probe)
         exact = _exact_values(tensor, master)
+        is_trained = id(tensor) in trained or (master is not None and id(master.value) in trained)
         value: torch.Tensor | None = None
-        if master is None and id(tensor) in trained:
+        if master is None and is_trained:
             # The cast leaves float32 memory; where nothing else holds it, the master takes it over, without a copy.
             value = exact if leaves_memory else exact.to(torch.float32, copy=True)
         if tensor.dtype != dtype:
@@ -127,7 +128,7 @@ def _halve(
         elif master is not None and not has_masters:
             tensor.grad = None
             master.retire()
-        elif master is not None and not trained.isdisjoint((id(tensor), id(master.value))):
+        elif master is not None and is_trained:
             ensure_master(module, name)
 
 
