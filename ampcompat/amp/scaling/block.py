@@ -16,9 +16,9 @@ or its body raises            2                                                 
 ``optimizer.step()``          5           reads the flag                           ``make_or_skip_step``
 ============================  ==========  =======================================  ==============================
 
-At levels with masters, unscaled gradients are in those of the masters: the head of ``unscaling`` has the numbers. With
-``delay_unscale``, the next block or step moves the scale. In DDP's ``no_sync``, gradients are those of one process
-until a later block averages them: ``unreduced``. What each event does:
+At levels with masters, the unscaled sum is the gradient of the master: the head of ``unscaling`` has the numbers. In
+DDP's ``no_sync``, gradients are those of one process until a later block averages them: ``unreduced``. What each event
+does:
 
 ==============================  ==================================================================================
 event                           gradients
@@ -27,7 +27,7 @@ block begins                    older ones are saved in the block; those of ``no
 block ends                      new ones are unscaled, saved ones added
 block ends with an overflow     the same; a step is skipped, other holders check
 block gives no gradient         older ones come back
-ends with ``delay_unscale``     the same; the next block or step moves the scale
+ends with ``delay_unscale``     the same; the next block, step or ``amp.master_params`` moves the scale
 ends in DDP's ``no_sync``       the same; the next block brings them back to be averaged
 block raises                    as it began
 end of the block raises         cleared (None), older ones too
@@ -239,6 +239,7 @@ class Block(OpenBlock):
         overflows = self._adjust_scaler(found_inf)
         if adapter_state.adapters:
             overflows += note_reduced(self, found_inf)
+        self._note_delay()
         self._note_overflows(overflows)
 
     def _adjust_scaler(self, found_inf: torch.Tensor | None) -> list[Overflow]:
@@ -261,9 +262,8 @@ class Block(OpenBlock):
             deferred = scaler.deferred
         return [] if flag is None else [Overflow(scaler, flag, deferred)]
 
-    def _note_overflows(self, overflows: list[Overflow]) -> None:
-        """Note ``overflows`` in the optimizers; note that the scale's move is delayed, or make the delayed ones."""
-        is_shared = False
+    def _note_delay(self) -> None:
+        """Note in the optimizers that this block has delayed a transition; one without delay ends earlier delays."""
         for optimizer in self.optimizers:
             stash: OptimizerState = optimizer._amp_stash
             if self.is_delayed:
@@ -271,10 +271,14 @@ class Block(OpenBlock):
             elif stash.delayed:
                 stash.make_delayed_transitions()
                 stash.delayed.clear()
-            for overflow in overflows:
+
+    def _note_overflows(self, overflows: list[Overflow]) -> None:
+        """Note ``overflows`` in the optimizers, and have others check that hold a leaf of the block, too."""
+        stashes = [optimizer._amp_stash for optimizer in self.optimizers]
+        for overflow in overflows:
+            for stash in stashes:
                 stash.note_overflow(overflow)
-            is_shared = is_shared or bool(stash.shared)
-        if is_shared and overflows:
+        if overflows and any(stash.shared for stash in stashes):
             self._make_other_holders_check()
 
     def _make_other_holders_check(self) -> None:
