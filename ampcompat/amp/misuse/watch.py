@@ -83,8 +83,8 @@ class _Record:
         had_gradients: Whether such a block gave any gradients.
         used: The gradients in the model at the last step: if a later step finds one of these tensors, there was no new
             backward pass.
-        writes_own: Whether gradients that came since then may be the script's own: it has asked for ``master_params``
-            before there were any, and no backward pass has given them.
+        writes_own: Whether gradients that came since then may be the script's own: True once it has asked for
+            ``master_params`` before there were any, False again after a backward pass.
         backward_hook: The hook that tells of a backward pass.
         foreign: A gradient that a block of another optimizer has added to.
         half_gradients: What blocks have left in its half gradients.

@@ -243,7 +243,7 @@ class Block(OpenBlock):
         self._note_overflows(overflows)
 
     def _adjust_scaler(self, found_inf: torch.Tensor | None) -> list[Overflow]:
-        """Make the scaler's transition, or put it off; return what the steps of the optimizers are to note.
+        """Make the scaler's transition, or leave it to a later one; return what steps of the optimizers are to note.
 
         Nothing where the scale does not move.
         """
@@ -282,7 +282,10 @@ class Block(OpenBlock):
             self._make_other_holders_check()
 
     def _make_other_holders_check(self) -> None:
-        """Make other optimizers that hold a leaf of the block look at their gradients before they step."""
+        """Make other optimizers that hold a leaf of the block look at their gradients before they step.
+
+        Whether the block has overflowed, the host does not know.
+        """
         for other in optimizer_index.listed():
             if other not in self.optimizers and self.overlaps(other._amp_stash.leaves):
                 other._amp_stash.checks_gradients = True
