@@ -4,7 +4,7 @@ A part is a dataclass, declared and kept by the module that writes it, in which 
 
     cast_state = state.add(CastState())
 
-``state.reset()`` clears all parts, in place. This module knows none of them by name.
+``state.parts()`` lists all parts, and ``state.reset()`` clears them, in place. This module knows none of them by name.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ GRADIENTS: Final = Table(
         ("block ends", "new ones are unscaled, saved ones added"),
         ("block ends with an overflow", "the same; a step is skipped, other holders check"),
         ("block gives no gradient", "older ones come back"),
-        ("ends with `delay_unscale`", "the same; the next block or step moves the scale"),
+        ("ends with `delay_unscale`", "the same; the next block, step or `amp.master_params` moves the scale"),
         ("ends in DDP's `no_sync`", "the same; the next block brings them back to be averaged"),
         ("block raises", "as it began"),
         ("end of the block raises", "cleared (None), older ones too"),
@@ -90,13 +90,13 @@ STATE_CHANGES: Final = Table(
     head=("", "`LossScaler`", "`optimizer._amp_stash`", "the process", "`Master`, and its tensors"),
     rows=(
         ("`model(x)`", "-", "-", "-", "-"),
-        ("block begins", "-", "-", "`open_blocks`: and this one", "-"),
+        ("block begins", "-", "-", "`open_blocks`: this one added", "-"),
         ("`backward`", "-", "-", "-", "`half.grad`: scaled"),
         (
             "block ends",
             "`last_pass`: the flag; `scale`: a new tensor; `clean_passes`: one more, or 0, a new tensor",
-            "`overflows`: and the flag",
-            "`open_blocks`: without it",
+            "`overflows`: the flag added",
+            "`open_blocks`: this one removed",
             "`value.grad`: the sum, unscaled; `grad_shown`: True",
         ),
         (

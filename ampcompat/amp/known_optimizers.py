@@ -16,9 +16,9 @@ class OptimizerIndex(Part):
     Attributes:
         live: Optimizers under amp; :meth:`listed` reads them at a third of the cost of iterating.
         disabled: Optimizers given to ``initialize(enabled=False)``.
-        may_hold_dropped: Whether a call has come since those that a script has dropped were last collected: they are
-            reference cycles, their methods are bound to them.
-        gone: Ids of the leaves of optimizers that were collected since the last block ended: what gradients these have
+        may_hold_dropped: Whether optimizers that a script has dropped may still be in ``live``: their methods are bound
+            to them, so that only the garbage collector frees them. True from a call of ``initialize`` until it has run.
+        gone: Ids of the leaves of optimizers that were collected since the last block ended: gradients of these leaves
             are unscaled.
     """
 

@@ -9,7 +9,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.half.masters import Master, align_written, master_of
-from ampcompat.amp.half.record import ensure_master, half_weights, masters_by_name, own_tensors, set_masters
+from ampcompat.amp.half.record import drop_masters, ensure_master, half_weights, masters_by_name, own_tensors
 from ampcompat.amp.half.saving import hook, hook_added_modules, unhook
 
 _CASTABLE = (*HALF_DTYPES, torch.float32, torch.float64)
@@ -59,7 +59,7 @@ def cast_weights(
             hook(module, target, has_masters)
             _halve(module, target, has_masters, trained, refcount_probe)
             if not has_masters:
-                set_masters(module, {})
+                drop_masters(module)
         was_cast = [tensor.dtype for _, tensor in own_tensors(module)] != dtypes_before
         if was_cast and isinstance(module, torch.nn.RNNBase):
             _flatten(module)
@@ -113,8 +113,9 @@ def _halve(
         master = _aligned_master(module, name, tensor)
         leaves_memory = tensor.dtype == torch.float32 and _torch.owns_memory_alone(tensor, refcount_probe)
         exact = _exact_values(tensor, master)
+        is_trained = id(tensor) in trained or (master is not None and id(master.value) in trained)
         value: torch.Tensor | None = None
-        if master is None and id(tensor) in trained:
+        if master is None and is_trained:
             # The cast leaves float32 memory; where nothing else holds it, the master takes it over, without a copy.
             value = exact if leaves_memory else exact.to(torch.float32, copy=True)
         if tensor.dtype != dtype:
@@ -127,7 +128,7 @@ def _halve(
         elif master is not None and not has_masters:
             tensor.grad = None
             master.retire()
-        elif master is not None and not trained.isdisjoint((id(tensor), id(master.value))):
+        elif master is not None and is_trained:
             ensure_master(module, name)
 
 

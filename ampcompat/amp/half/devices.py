@@ -1,4 +1,4 @@
-"""Which models are under amp, on which devices, and ambient casts that follow a model to another."""
+"""Which models are under amp, and on which devices. Ambient casts follow a model to another device."""
 
 from __future__ import annotations
 

@@ -37,6 +37,9 @@ Which copy was written is a fact, and nothing here reads the device for it. Each
 the version of the tensor, and a count of writes through its ``data`` (:class:`ampcompat._torch.DataWrites`). The half
 weight has its address too, which ``half.to(...)`` moves. A copy is written if one of these is not what it was when both
 copies were equal (:func:`half_written`, :func:`value_written`). To read ``data`` moves none of them.
+
+Where both copies were written, the half weight counts. But a script that asks for ``data`` of one copy, while the other
+is written, has that one follow first (:meth:`Master.data_writes_of`): of writes through ``data``, the later counts.
 """
 
 from __future__ import annotations
@@ -52,7 +55,6 @@ import torch
 from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import Part, state
-from ampcompat.amp.known_optimizers import optimizer_index
 
 
 @dataclass(eq=False)
@@ -86,10 +88,12 @@ class Master:
         value: The float32 ``Parameter`` that becomes the master; a copy of ``half`` if None.
 
     Attributes:
-        half: The model's parameter or buffer; ``initialize`` gave it its ``dtype``.
+        half: The model's parameter or buffer.
+        dtype: The half dtype that ``initialize`` has cast it to.
         value: The master: a float32 ``Parameter`` of the same shape and device.
         is_param: Whether ``half`` is a parameter, and not a buffer.
         slots: Where ``half`` is: dicts of parameters or buffers, and its name in each (several for tied weights).
+        is_lent: Whether an optimizer under amp has been given ``value`` to step; that of a copy has not.
 
     What tells which copy was written since both were equal:
 
@@ -117,6 +121,7 @@ class Master:
         _torch.leave_inference_mode(value)
         self.value = value
         self.slots: list[tuple[dict[str, Any], str]] = []
+        self.is_lent = False
         self.grad_shown = False
         self.half_data_writes: _torch.DataWrites | None = None
         self.value_data_writes: _torch.DataWrites | None = None
@@ -170,10 +175,10 @@ class Master:
             self.value_data_writes.forget()
 
     def data_writes_of(self, tensor: torch.Tensor) -> _torch.DataWrites:
-        """Return the writes through the ``data`` of ``tensor``, one of both copies.
+        """Return the writes through the ``data`` of ``tensor``, one of both copies, for which a script asks now.
 
-        Where the other copy was written, ``tensor`` follows first: a script that asks for ``data`` finds what is in
-        force, and what it then writes there is the later write.
+        Where the other copy was written, ``tensor`` follows first: the script finds in ``data`` what is in force, and
+        what it then writes there is the later write.
         """
         if tensor is self.half:
             if value_written([self]):
@@ -276,10 +281,8 @@ def _refuse_step_without_gradients(optimizer: Any) -> None:
     masters: set[Master] = set()
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         master = master_of(param)
-        if master is not None and master.value is param:
+        if master is not None and master.value is param and not master.is_lent:
             masters.add(master)
-    for known in optimizer_index.listed():  # it may be inside one that amp steps
-        masters.difference_update(known._amp_stash.leaves.masters)
     have_gradients = any(master.value.grad is not None for master in masters)
     if not have_gradients and any(master.half.grad is not None for master in masters):
         raise RuntimeError(
@@ -379,11 +382,11 @@ def to_push_and_pull(masters: Sequence[Master]) -> tuple[list[Master], list[Mast
     Where both copies were written, what the half weight holds counts. Batch norm writes its buffers unseen, so a buffer
     is pulled unless its master was written.
     """
-    pulls = set(half_written(masters))
-    to_push = [master for master in value_written(masters) if master not in pulls]
-    pulls.update(master for master in masters if not master.is_param)
-    pulls.difference_update(to_push)
-    return to_push, [master for master in masters if master in pulls]
+    to_pull = set(half_written(masters))
+    to_push = [master for master in value_written(masters) if master not in to_pull]
+    to_pull.update(master for master in masters if not master.is_param)
+    to_pull.difference_update(to_push)
+    return to_push, [master for master in masters if master in to_pull]
 
 
 # -- keep both copies equal --------------------------------------------------------------------------------------------
@@ -436,9 +439,9 @@ def _merge_(values: Sequence[torch.Tensor], halves: Sequence[torch.Tensor]) -> N
         _torch.foreach_copy_(destinations, shaped)
 
 
-def _merged(value: torch.Tensor, half: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``value`` with the elements of ``half`` where it does not round to them in ``dtype``, bit for bit."""
-    wide = half.float()
+def _merged(value: torch.Tensor, written: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``value`` with the elements of ``written`` where it does not round to them in ``dtype``, bit for bit."""
+    wide = written.float()
     rounded = value.to(dtype).float()
     return torch.where(_torch.bits(rounded) == _torch.bits(wide), value, wide)
 

@@ -59,7 +59,13 @@ def masters_by_name(module: torch.nn.Module) -> dict[str, Master]:
 
 
 def ensure_master(module: torch.nn.Module, name: str, value: torch.nn.Parameter | None = None) -> Master:
-    """Return the master of the half tensor ``name`` of ``module``, which has a record; made as :class:`Master` says."""
+    """Return the master of the half tensor ``name`` of ``module``, which has a record; where there is none, make it.
+
+    Args:
+        module: A module that amp has cast to half.
+        name: The name of one of its own parameters or buffers.
+        value: For a new master, its float32 copy; a copy of the half tensor if None.
+    """
     half: Any = module._parameters.get(name, module._buffers.get(name))
     record: HalfWeights = module.__dict__[ATTRIBUTE]
     master = record.masters.get(name)
@@ -71,11 +77,11 @@ def ensure_master(module: torch.nn.Module, name: str, value: torch.nn.Parameter 
     return master
 
 
-def set_masters(module: torch.nn.Module, masters: dict[str, Master]) -> None:
-    """Make ``masters`` the masters of ``module``'s own tensors."""
+def drop_masters(module: torch.nn.Module) -> None:
+    """Drop the masters of ``module``'s own tensors."""
     record = half_weights(module)
     if record is not None:
-        record.masters = dict(masters)
+        record.masters = {}
     master_index.generation += 1
 
 
@@ -144,7 +150,11 @@ def model_param(param: torch.Tensor) -> torch.Tensor:
 
 # -- parameters that a script has replaced -----------------------------------------------------------------------------
 def check_replaced(masters: Iterable[Master]) -> None:
-    """Warn, once, of each parameter that a module holds in the place of one with a master; raise if it cannot be."""
+    """Warn, once, of each parameter that a module holds in the place of one with a master.
+
+    Raises:
+        RuntimeError: ``fully_shard``, or a move to another kind of device, has put it there.
+    """
     for master in masters:
         for tensors, name in master.slots:
             now = tensors.get(name)

@@ -17,11 +17,11 @@ from ampcompat.amp.half.record import (
     ATTRIBUTE,
     HalfWeights,
     check_replaced,
+    drop_masters,
     ensure_master,
     half_weights,
     masters_by_name,
     own_tensors,
-    set_masters,
 )
 
 
@@ -41,7 +41,7 @@ def hook(module: torch.nn.Module, dtype: torch.dtype, has_masters: bool) -> None
 
 def unhook(module: torch.nn.Module) -> None:
     """Remove the record of ``module``, whose tensors are float32 again, with its masters and hooks."""
-    set_masters(module, {})
+    drop_masters(module)
     record: HalfWeights | None = module.__dict__.pop(ATTRIBUTE, None)
     if record is not None:
         for handle in record.hooks:

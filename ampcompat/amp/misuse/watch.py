@@ -1,4 +1,4 @@
-"""An observer of the first blocks of a run, and of their steps: each mistake that it finds is warned of once."""
+"""An observer of the first blocks of a run, and of the steps between them: it warns of each mistake once."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class _Record:
         had_gradients: Whether such a block gave any gradients.
         used: The gradients in the model at the last step: if a later step finds one of these tensors, there was no new
             backward pass.
-        writes_own: Whether gradients that came since then may be the script's own: it has asked for ``master_params``
-            before there were any, and no backward pass has given them.
+        writes_own: Whether gradients that came since then may be the script's own: True once it has asked for
+            ``master_params`` before there were any, False again after a backward pass.
         backward_hook: The hook that tells of a backward pass.
         foreign: A gradient that a block of another optimizer has added to.
         half_gradients: What blocks have left in its half gradients.
@@ -123,7 +123,7 @@ class _Record:
 
 
 class Watch:
-    """Look for mistakes in the first blocks, as an observer that takes itself away after them.
+    """Look for mistakes in the first blocks, as an observer that takes itself away at the end of the last of these.
 
     Attributes:
         blocks_left: How many blocks it has yet to see.

@@ -16,9 +16,9 @@ or its body raises            2                                                 
 ``optimizer.step()``          5           reads the flag                           ``make_or_skip_step``
 ============================  ==========  =======================================  ==============================
 
-At levels with masters, unscaled gradients are in those of the masters: the head of ``unscaling`` has the numbers. With
-``delay_unscale``, the next block or step moves the scale. In DDP's ``no_sync``, gradients are those of one process
-until a later block averages them: ``unreduced``. What each event does:
+At levels with masters, the unscaled sum is the gradient of the master: the head of ``unscaling`` has the numbers. In
+DDP's ``no_sync``, gradients are those of one process until a later block averages them: ``unreduced``. What each event
+does:
 
 ==============================  ==================================================================================
 event                           gradients
@@ -27,7 +27,7 @@ block begins                    older ones are saved in the block; those of ``no
 block ends                      new ones are unscaled, saved ones added
 block ends with an overflow     the same; a step is skipped, other holders check
 block gives no gradient         older ones come back
-ends with ``delay_unscale``     the same; the next block or step moves the scale
+ends with ``delay_unscale``     the same; the next block, step or ``amp.master_params`` moves the scale
 ends in DDP's ``no_sync``       the same; the next block brings them back to be averaged
 block raises                    as it began
 end of the block raises         cleared (None), older ones too
@@ -48,9 +48,6 @@ apex kept lists of gradients for each optimizer (``apex/amp/handle.py: scale_los
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import NoReturn
 
 import torch
 
@@ -97,7 +94,7 @@ class Block(OpenBlock):
     Attributes:
         loss: The script's loss, until it is scaled.
         is_delayed: Whether the next block or step moves the scale (``delay_unscale``).
-        moves_scale: Whether the end moves the scale; otherwise the next transition counts the overflow.
+        moves_scale: False with ``delay_overflow_check``: the scaler's next transition counts an overflow of this block.
         entered: Whether it was entered.
         has_own_methods: Whether a script has put methods of its own on an optimizer, where apex's saved and unscaled.
     """
@@ -149,7 +146,7 @@ class Block(OpenBlock):
             raise
 
     def _has_flags(self) -> bool:
-        """Whether other scalers have noted flags, which are forgotten where a script has cleared the gradients."""
+        """Whether steps of its optimizers wait for the flags of other scalers: then :meth:`_begin` has to look."""
         stashes = [optimizer._amp_stash for optimizer in self.optimizers]
         return any(stash.overflows or stash.deferred_overflows for stash in stashes)
 
@@ -245,10 +242,12 @@ class Block(OpenBlock):
         overflows = self._adjust_scaler(found_inf)
         if adapter_state.adapters:
             overflows += note_reduced(self, found_inf)
+        if not self.is_delayed:
+            self._end_delays()
         self._note_overflows(overflows)
 
     def _adjust_scaler(self, found_inf: torch.Tensor | None) -> list[Overflow]:
-        """Make the scaler's transition, or defer it; return what the steps of the optimizers are to note.
+        """Make the scaler's transition, or leave it to a later one; return what steps of the optimizers are to note.
 
         Nothing where the scale does not move.
         """
@@ -267,22 +266,28 @@ class Block(OpenBlock):
             deferred = scaler.deferred
         return [] if flag is None else [Overflow(scaler, flag, deferred)]
 
-    def _note_overflows(self, overflows: list[Overflow]) -> None:
-        """Note ``overflows`` in the optimizers, and make the transitions that earlier blocks have delayed."""
-        is_shared = False
+    def _end_delays(self) -> None:
+        """Make the transitions that earlier blocks have delayed."""
         for optimizer in self.optimizers:
             stash: OptimizerState = optimizer._amp_stash
-            if stash.delayed and not self.is_delayed:
+            if stash.delayed:
                 stash.make_delayed_transitions()
                 stash.delayed.clear()
-            for overflow in overflows:
+
+    def _note_overflows(self, overflows: list[Overflow]) -> None:
+        """Note ``overflows`` in the optimizers, and have others check that hold a leaf of the block, too."""
+        stashes = [optimizer._amp_stash for optimizer in self.optimizers]
+        for overflow in overflows:
+            for stash in stashes:
                 stash.note_overflow(overflow)
-            is_shared = is_shared or bool(stash.shared)
-        if is_shared and overflows:
+        if overflows and any(stash.shared for stash in stashes):
             self._make_other_holders_check()
 
     def _make_other_holders_check(self) -> None:
-        """Make other optimizers that hold a leaf of the block look at their gradients before they step."""
+        """Make other optimizers that hold a leaf of the block look at their gradients before they step.
+
+        Whether the block has overflowed, the host does not know.
+        """
         for other in optimizer_index.listed():
             if other not in self.optimizers and self.overlaps(other._amp_stash.leaves):
                 other._amp_stash.checks_gradients = True
@@ -317,18 +322,14 @@ def _refuse_inside_another(block: OpenBlock) -> None:
     outer = open_block_of(block.leaves)
     if outer is None or (outer.is_plain and block.is_plain):
         return
-    _refuse_inner_block(outer.optimizers, block.optimizers)
-
-
-def _refuse_inner_block(outer: Sequence[Optimizer], inner: Sequence[Optimizer]) -> NoReturn:
-    """Raise for a block of ``inner`` inside one of ``outer`` that gives gradients to the same tensors."""
-    if any(optimizer in outer for optimizer in inner):
+    if any(optimizer in outer.optimizers for optimizer in block.optimizers):
         raise RuntimeError(
             "scale_loss inside a scale_loss block of the same optimizer - gradients of the two could not be told apart"
             " - close the first block, or add the losses up."
         )
+    other = type(outer.optimizers[0]).__name__
     raise RuntimeError(
-        f"scale_loss inside the scale_loss block of another optimizer ({type(outer[0]).__name__}) that shares"
+        f"scale_loss inside the scale_loss block of another optimizer ({other}) that shares"
         " parameters with this one - the gradients of the two losses would be added up in the same tensors, and"
         " unscaled twice - close the first block before, or give both optimizers to one block:"
         " `with amp.scale_loss(loss_a + loss_b, [optimizer_a, optimizer_b])` (D38)."

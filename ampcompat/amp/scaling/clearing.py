@@ -35,7 +35,7 @@ def clear_by_optimizer(optimizer: Optimizer, original: Callable[..., Any], *args
         _clear_half_gradients(masters, bool(asked_for_zeros))
     if stash.shared or block_state.open_blocks or stash.unreduced is not None:
         note_cleared(stash.leaves.ids())
-    else:
+    else:  # no other optimizer and no block has these gradients
         stash.forget_gradients()
 
 

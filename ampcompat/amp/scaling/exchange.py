@@ -42,6 +42,7 @@ def put_masters_into(optimizer: Optimizer, session: Session) -> list[Master]:
         master = _master_to_step(param, session)
         if master is None:
             return model_tensor(param)
+        master.is_lent = True
         masters[master] = None
         return master.value
 

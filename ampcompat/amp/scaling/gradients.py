@@ -1,4 +1,4 @@
-"""Which tensors have gradients, and who owns these while they are multiplied by a scale: an open block alone.
+"""Which tensors have gradients, and what is known of these. Scaled gradients belong to an open block, and to it alone.
 
 Outside of blocks gradients are unscaled: they are the ``grad`` of a master or of a parameter, as in plain torch. The
 head of ``block`` says what each event does to them.
@@ -80,7 +80,7 @@ class Overflow(NamedTuple):
     Attributes:
         scaler: The scaler of their loss.
         flag: 0-dim float32 tensor on a device, not 0 if so.
-        deferred: The passes that theirs belongs to, if it has left the scale alone.
+        deferred: Where their block had ``delay_overflow_check``: the passes that its own was deferred with. Else None.
     """
 
     scaler: LossScaler
@@ -89,7 +89,7 @@ class Overflow(NamedTuple):
 
     @property
     def is_decided(self) -> bool:
-        """Whether the script itself decides about the step of these gradients."""
+        """Whether the script itself decides about the step of these gradients: it has called ``update_scale()``."""
         return self.deferred is not None and self.deferred.are_decided
 
 
@@ -102,7 +102,7 @@ class OpenBlock:
         scaler: The scaler of its loss.
         scale: What their gradients are multiplied by (0-dim float32); None where nothing is scaled.
         saved: Unscaled gradients from before, of leaves without a master: they come back when it ends.
-        brought: The leaves whose older gradients it has scaled anew: no process had averaged them.
+        brought: The leaves whose older gradients it has put back into ``p.grad``, scaled: they wait to be averaged.
         optimizers: The optimizers that it was opened for; their tensors may have gone to others since.
         is_plain: Whether it leaves gradients to torch: the scale is always one, and there are no masters.
         has_new_grads: Whether the backward pass gave any gradients; None before the end.

@@ -67,8 +67,8 @@ class DeferredPasses:
     Attributes:
         found_inf: The flag that tells whether any of them overflowed.
         are_decided: Whether the script itself decides about their steps: it has called ``update_scale()``.
-        are_delayed: Whether a step makes that transition, if no backward pass has: one of them was of a block with
-            ``delay_unscale``.
+        are_delayed: Whether one of them was that of a block with ``delay_unscale``: where no later backward pass makes
+            the transition, a step does.
     """
 
     def __init__(self, found_inf: torch.Tensor) -> None:
@@ -221,7 +221,10 @@ class MovingScale:
         return flag
 
     def defer(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
-        """As :meth:`adjust`, but leave the scale alone: the next transition counts an overflow of this pass."""
+        """As :meth:`adjust`, but leave the scale alone: the next transition counts an overflow of this pass.
+
+        For ``delay_overflow_check``, where a script may never have that transition made.
+        """
         flag = self.note_pass(found_inf)
         if not self.is_dynamic:
             return None
@@ -232,7 +235,7 @@ class MovingScale:
         return flag
 
     def delay(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
-        """As :meth:`defer`, for a pass that :meth:`make_delayed_transition` counts at the latest."""
+        """As :meth:`defer`, for ``delay_unscale``: :meth:`make_delayed_transition` counts this pass at the latest."""
         flag = self.defer(found_inf)
         if self.deferred is not None:
             self.deferred.are_delayed = True

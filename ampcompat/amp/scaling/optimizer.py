@@ -247,13 +247,13 @@ def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: 
 
 
 def _look_up(optimizer: Optimizer) -> None:
-    """Follow the groups of ``optimizer``: its masters exist since ``initialize``."""
+    """Follow the groups of ``optimizer``. apex made the masters here; those of amp exist since ``initialize``."""
     optimizer._amp_stash.look_up(optimizer)
 
 
 # -- methods beside these ----------------------------------------------------------------------------------------------
-#: By apex's private names, but for the first two. Blocks call the last two once a script has put its own in place of
-#: them.
+#: The first two are amp's own, the others have apex's private names. Blocks call the last two where a script has put
+#: its own in their place.
 _METHODS: dict[str, Callable[..., Any]] = {
     "_amp_prepare_masters": prepare_masters,
     "_amp_follow_step": _follow_step,

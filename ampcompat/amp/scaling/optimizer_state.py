@@ -47,7 +47,7 @@ class OptimizerState:
     a block, without ``zero_grad``        one flag      True              None
     ====================================  ============  ================  =======
 
-    ``checks_gradients`` is also True where another optimizer's block has overflowed in shared tensors, and where
+    ``checks_gradients`` is also True where another optimizer's block may have overflowed in shared tensors, and where
     tensors have come to the optimizer. The next step then looks at its gradients itself. Where nothing is scaled,
     ``overflows`` and ``checks_gradients`` stay as they begin, and ``skipped`` becomes False with the first step.
 

@@ -17,7 +17,7 @@ from ampcompat._types import is_optimizer
 from ampcompat.amp.known_optimizers import optimizer_index
 from ampcompat.amp.scaling.block import Block
 from ampcompat.amp.scaling.optimizer_state import calls_shown
-from ampcompat.amp.scaling.scaler import LossScaler, check_scaler
+from ampcompat.amp.scaling.scaler import check_scaler
 from ampcompat.amp.scaling.session import DISABLED, Session, call_state
 
 
@@ -70,8 +70,7 @@ def scale_loss(
     if not isinstance(loss_id, int) or not 0 <= loss_id < len(session.scalers):
         loss_id = _index_of_scaler(loss_id, len(session.scalers))
     scaler = session.scalers[loss_id]
-    if type(scaler) is not LossScaler:  # a script has put it there
-        check_scaler(scaler, loss_id)
+    check_scaler(scaler, loss_id)  # a script may have put it there
     scaler.loss_id = loss_id  # it may have been put there by hand
     return Block(loss, used_optimizers, scaler, delay_unscale, moves_scale=not delay_overflow_check)
 

@@ -30,7 +30,8 @@ class Session:
             by a scale that is not always one. The call takes this over from earlier calls with the same models.
         enabled: False of ``initialize(enabled=False)``, which owns nothing.
         policy: How its models run.
-        casting: Its policy, and the policies of other calls that cast functions because this one does.
+        casting: Its policy, and those of other calls in which ``amp.init`` has turned function casts on. They end with
+            its own.
         device_types: Where its casts are in force.
     """
 

@@ -23,7 +23,6 @@ from ampcompat.amp.casts.contexts import Saved, restored
 from ampcompat.amp.half.masters import Master, align_written, push_all
 from ampcompat.amp.half.record import check_replaced
 from ampcompat.amp.observers import notify, observer_state
-from ampcompat.amp.scaling.adapter import adapter_state
 from ampcompat.amp.scaling.optimizer_state import FlagCopy, OptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.unreduced import note_averaged
@@ -52,7 +51,8 @@ def make_or_skip_step(optimizer: Optimizer, stash: OptimizerState, original: Cal
     Where nothing is scaled and there are no masters, torch's own step is all there is to do.
     """
     has_masters = bool(stash.leaves.masters)
-    if has_masters or stash.delayed or adapter_state.adapters or observer_state.observers or stash.undecided_steps:
+    is_waiting = stash.delayed or stash.unreduced is not None or stash.undecided_steps
+    if has_masters or is_waiting or observer_state.observers:
         make_ready(optimizer, stash)
     flags: list[StepFlag] = []
     if stash.overflows or stash.deferred_overflows or stash.checks_gradients:
@@ -79,7 +79,7 @@ def make_or_skip_step(optimizer: Optimizer, stash: OptimizerState, original: Cal
 # -- before it ---------------------------------------------------------------------------------------------------------
 @_torch.eager
 def make_ready(optimizer: Optimizer, stash: OptimizerState) -> None:
-    """Make the scale and the masters ready for a step."""
+    """Do what has waited for a step: transitions of the scale, messages, and masters that follow the model."""
     if stash.delayed:
         stash.make_delayed_transitions()
     if stash.unreduced is not None:
@@ -299,8 +299,7 @@ def step_with_closure(
     if not _evaluates_first(optimizer):  # it begins with gradients that blocks have given
         make_ready(optimizer, stash)
         has_acted = bool(stash.overflows or stash.deferred_overflows)
-    if has_acted:
-        overflowed = _take_flags(stash)
+        overflowed = _take_flags(stash) if has_acted else []
         if overflowed:
             announce_skip(overflowed)
             evaluated()

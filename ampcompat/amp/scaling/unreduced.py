@@ -1,9 +1,9 @@
 """Gradients of this process alone: what a block in ``no_sync`` has left, until all processes have averaged them.
 
-DDP averages what it finds in ``p.grad`` after a backward pass, and it finds what a backward pass has added to. So the
-next block puts the older gradients back there (:func:`bring_back`), multiplied by its own scale: the average of both
-is unscaled at its end. An overflow that one process has found is inf or NaN in the average of all: each of them finds
-it then, and none before, so that their scales stay equal.
+DDP averages ``p.grad`` as a backward pass leaves it: older gradients, if they are there before that pass, are averaged
+with the new ones. So the next block puts them back (:func:`bring_back`), multiplied by its own scale, and unscales the
+average of the sums at its end. An overflow that one process has found is inf or NaN in the average of all: each of them
+finds it then, and none before, so that their scales stay equal.
 
 A script that averages by itself (apex's ``disable_allreduce``) has done so when it steps: the step looks
 (:func:`note_averaged`).

@@ -1,6 +1,7 @@
 """Gradients of a ``scale_loss`` block: saved, unscaled, added to their masters'.
 
-Gradient 2 at scale 1024, then gradient 3 in a second block, at levels with masters:
+A half weight gets gradient 2 at scale 1024; then, since the scale has grown, gradient 3 at scale 2048. At levels with
+masters:
 
 ====================================  ==========================================  =====================================
 when                                  ``p.grad`` of the half weight               ``grad`` of its master, unscaled
@@ -8,15 +9,14 @@ when                                  ``p.grad`` of the half weight             
 first block, after ``backward``       2048                                        None
 it ends (:func:`unscale_new`)         2048, until it is cleared                   2
 second block begins                   None                                        2
-after ``backward``                    3072                                        2
-it ends                               3072: this pass alone                       5
+after ``backward``                    6144                                        2
+it ends                               6144: this pass alone                       5
 or it gave this weight no gradient    2                                           2
 or its body raised                    2                                           2
 ``step``, made or skipped             as it is, until it is cleared               None
 ====================================  ==========================================  =====================================
 
-A float32 parameter has ``p.grad`` alone. It is saved while a block is open, and the new one, unscaled in place, is
-added to it at the end: 2048, 2, None, 3072, 5.
+A float32 parameter has ``p.grad`` alone: the head of ``block`` has the same numbers for it.
 """
 
 from __future__ import annotations
@@ -241,7 +241,12 @@ def show_sums(masters: Iterable[Master]) -> None:
 
 # -- gradients that a script has cleared -------------------------------------------------------------------------------
 def drop_cleared(masters: Iterable[Master]) -> None:
-    """Drop the gradients of masters where the model showed them, and a script has cleared them there."""
+    """Drop the gradients of masters where the model showed them, and a script has cleared them there.
+
+    Nothing tells of ``p.grad = None``. So whatever reads the gradients of masters, adds to them or puts others in their
+    place looks first: a block as it begins, ends and is undone, a step, ``zero_grad``, ``amp.master_params``, and the
+    look-up of changed groups.
+    """
     for master in masters:  # no call for each: models have thousands
         if master.grad_shown and master.half.grad is None:
             master.drop_gradient()
