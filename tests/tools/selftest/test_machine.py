@@ -166,9 +166,11 @@ def test_ctrl_c_ends_it_with_one_line(tmp_path):
     """Signals of a terminal reach every process of the group: none but this one is there to say anything."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "ampcompat", "test", "--device", "cpu"]
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests in a shell's background ignore it, and so would this
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
+    signal.signal(signal.SIGINT, before)
     for line in process.stdout:
         if line.startswith("cpu "):
             break
