@@ -143,6 +143,7 @@ class Block(OpenBlock):
         except BaseException:
             block_state.open_blocks.remove(self)
             self._undo_begin()
+            self._tell_undone()
             raise
 
     def _has_flags(self) -> bool:
@@ -212,10 +213,11 @@ class Block(OpenBlock):
             if not self.is_plain:
                 self._unscale()
         except BaseException:
-            clear_partly_unscaled(self)
-            raise
-        finally:
             block_state.open_blocks.remove(self)
+            clear_partly_unscaled(self)
+            self._tell_undone()
+            raise
+        block_state.open_blocks.remove(self)
         if observer_state.observers:
             notify("on_block_end", self)
             notify("on_gradients", self.scaler, self.optimizers)
@@ -298,12 +300,16 @@ class Block(OpenBlock):
         block_state.open_blocks.remove(self)
         if not self.is_plain:
             self._put_back()
-        if observer_state.observers:
-            notify("on_block_undone", self)
+        self._tell_undone()
         if isinstance(error, Exception):
             if observer_state.observers:
                 notify("on_failure", error)
             add_hint(error)
+
+    def _tell_undone(self) -> None:
+        """Tell observers that an exception has ended the block, which they have heard begin."""
+        if observer_state.observers:
+            notify("on_block_undone", self)
 
     def _put_back(self) -> None:
         """Put back what was saved when the block began; new gradients are cleared."""
