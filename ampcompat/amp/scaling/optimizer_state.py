@@ -186,10 +186,10 @@ class OptimizerState:
         self.note_when_gone(optimizer, self.leaves.ids())
 
     def note_when_gone(self, optimizer: Optimizer, ids: set[int]) -> None:
-        """Have the ``ids`` of leaves noted when ``optimizer`` is collected: another may come in its place."""
+        """Have the ``ids`` of its leaves noted when ``optimizer`` is collected: another may come in its place."""
         if self.when_gone is not None:
             self.when_gone.detach()
-        self.when_gone = weakref.finalize(optimizer, optimizer_index.gone.update, ids)
+        self.when_gone = weakref.finalize(optimizer, _note_gone, optimizer_index.gone, ids)
         self.when_gone.atexit = False
 
 
@@ -229,6 +229,12 @@ def _drop_gradients(newcomers: Leaves) -> None:
         if leaf.grad is not None:
             leaf.grad = None
             warn_of("scaled gradients of a later param")
+
+
+def _note_gone(gone: set[int], ids: set[int]) -> None:
+    """Add to ``gone`` the ``ids`` of the leaves of an optimizer that was collected: it shares them no more."""
+    gone.update(ids)  # after a reset, this set is no longer ``optimizer_index.gone``
+    _note_shared(optimizer_index.listed())
 
 
 def _note_shared(optimizers: list[Optimizer]) -> None:
