@@ -15,7 +15,7 @@ import torch
 from ampcompat._state import Part, state
 from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import Master
-from ampcompat.amp.scaling.loss_scale import DeferredPasses
+from ampcompat.amp.scaling.loss_scale import DelayedPasses
 from ampcompat.amp.scaling.scaler import LossScaler
 
 
@@ -80,17 +80,17 @@ class Overflow(NamedTuple):
     Attributes:
         scaler: The scaler of their loss.
         flag: 0-dim float32 tensor on a device, not 0 if so.
-        deferred: Where their block had ``delay_overflow_check``: the passes that its own was deferred with. Else None.
+        delayed: Where their block had ``delay_overflow_check``: the passes that its own was delayed with. Else None.
     """
 
     scaler: LossScaler
     flag: torch.Tensor
-    deferred: DeferredPasses | None
+    delayed: DelayedPasses | None
 
     @property
     def is_decided(self) -> bool:
         """Whether the script itself decides about the step of these gradients: it has called ``update_scale()``."""
-        return self.deferred is not None and self.deferred.are_decided
+        return self.delayed is not None and self.delayed.are_decided
 
 
 @dataclass(eq=False)

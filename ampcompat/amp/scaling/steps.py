@@ -51,11 +51,11 @@ def make_or_skip_step(optimizer: Optimizer, stash: OptimizerState, original: Cal
     Where nothing is scaled and there are no masters, torch's own step is all there is to do.
     """
     has_masters = bool(stash.leaves.masters)
-    is_waiting = stash.delayed or stash.unreduced is not None or stash.undecided_steps
+    is_waiting = stash.delayed_scalers or stash.unreduced is not None or stash.undecided_steps
     if has_masters or is_waiting or observer_state.observers:
         make_ready(optimizer, stash)
     flags: list[StepFlag] = []
-    if stash.overflows or stash.deferred_overflows or stash.checks_gradients:
+    if stash.overflows or stash.delayed_overflows or stash.checks_gradients:
         flags = flags_of(stash)
     decides_on_device = bool(flags) and skips_on_device(optimizer)
     if flags and not decides_on_device:
@@ -80,7 +80,7 @@ def make_or_skip_step(optimizer: Optimizer, stash: OptimizerState, original: Cal
 @_torch.eager
 def make_ready(optimizer: Optimizer, stash: OptimizerState) -> None:
     """Do what has waited for a step: transitions of the scale, messages, and masters that follow the model."""
-    if stash.delayed:
+    if stash.delayed_scalers:
         stash.make_delayed_transitions()
     if stash.unreduced is not None:
         note_averaged(stash)
@@ -102,7 +102,7 @@ def flags_of(stash: OptimizerState) -> list[StepFlag]:
     flags: list[StepFlag] = []
     for scaler, flag in stash.overflows.items():
         flags.append(StepFlag(scaler, flag))
-    for overflow in stash.deferred_overflows.values():
+    for overflow in stash.delayed_overflows.values():
         if not overflow.is_decided:
             flags.append(StepFlag(overflow.scaler, overflow.flag))
     if stash.checks_gradients:
@@ -298,7 +298,7 @@ def step_with_closure(
 
     if not _evaluates_first(optimizer):  # it begins with gradients that blocks have given
         make_ready(optimizer, stash)
-        has_acted = bool(stash.overflows or stash.deferred_overflows)
+        has_acted = bool(stash.overflows or stash.delayed_overflows)
         overflowed = _take_flags(stash) if has_acted else []
         if overflowed:
             announce_skip(overflowed)

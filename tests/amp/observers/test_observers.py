@@ -123,17 +123,20 @@ def test_a_block_that_raises_is_undone(moment):
     def at(name):
         return Fails() if moment == name else nullcontext()
 
+    def run_block():
+        with at("beginning"):
+            scaled = block.__enter__()
+        if moment == "body":
+            block.__exit__(MemoryError, MemoryError(), None)
+            raise MemoryError
+        scaled.backward()
+        with at("end"):
+            block.__exit__(None, None, None)
+
     with observing(watcher):
         block = amp.scale_loss(model(torch.ones(2, 4)).sum(), optimizer)
         with pytest.raises(MemoryError):
-            with at("beginning"):
-                scaled = block.__enter__()
-            if moment == "body":
-                block.__exit__(MemoryError, MemoryError(), None)
-                raise MemoryError
-            scaled.backward()
-            with at("end"):
-                block.__exit__(None, None, None)
+            run_block()
     assert heard == ["begins", "undone"]
 
 
