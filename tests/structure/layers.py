@@ -56,6 +56,7 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
             "unreduced",
             "clearing",
             "steps",
+            "closures",
             "backward_methods",
             "block",
             "scale_loss",

@@ -24,13 +24,14 @@ from ampcompat.amp.known_optimizers import optimizer_index
 from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.scaling import backward_methods
 from ampcompat.amp.scaling.clearing import clear_by_optimizer
+from ampcompat.amp.scaling.closures import step_with_closure
 from ampcompat.amp.scaling.exchange import give_back_params, match_state
 from ampcompat.amp.scaling.gradients import block_state, open_block_of
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.optimizer_state import OptimizerState, follow_groups
 from ampcompat.amp.scaling.scale_loss import under_amp
 from ampcompat.amp.scaling.session import Session
-from ampcompat.amp.scaling.steps import make_or_skip_step, report_all, step_with_closure
+from ampcompat.amp.scaling.steps import make_or_skip_step, report_all
 from ampcompat.amp.scaling.unreduced import averages_by_script
 from ampcompat.amp.scaling.unscaling import drop_cleared
 
