@@ -26,7 +26,6 @@ from ampcompat.amp.half.keep_fp32 import select
 from ampcompat.amp.half.masters import watch_torch
 from ampcompat.amp.half.model_class import set_policy
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
-from ampcompat.amp.known_optimizers import optimizer_index
 from ampcompat.amp.levels import LEVELS
 from ampcompat.amp.misuse.watch import watch_more
 from ampcompat.amp.observers import notify, observer_state
@@ -37,6 +36,7 @@ from ampcompat.amp.scaling import optimizer as amp_optimizer
 from ampcompat.amp.scaling.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.scaling.clearing import watch_modules
 from ampcompat.amp.scaling.exchange import model_tensor
+from ampcompat.amp.scaling.optimizer_index import optimizer_index
 from ampcompat.amp.scaling.optimizer_state import calls_shown, follow_groups, scalers_shown
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session, call_state

@@ -18,7 +18,7 @@ ROOT: Final = Path(__file__).parents[2]
 LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("_state", "_torch", "_types"),
     ("_log",),
-    ("lists", "observers", "known_optimizers", "hints", "levels", "options"),
+    ("lists", "observers", "hints", "levels", "options"),
     ("_amp_state",),
     ("properties",),
     ("casts",),
@@ -42,6 +42,7 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
     ),
     "scaling": (
         *(
+            "optimizer_index",
             "mistakes",
             "loss_scale",
             "scaler",

@@ -15,12 +15,12 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import Master, half_written
-from ampcompat.amp.known_optimizers import optimizer_index
 from ampcompat.amp.misuse.half_gradients import HalfGradients
 from ampcompat.amp.misuse.unknown_optimizers import Gradients, ScaledForNone
 from ampcompat.amp.observers import observer_state
 from ampcompat.amp.scaling.gradients import OpenBlock
 from ampcompat.amp.scaling.mistakes import warn_of
+from ampcompat.amp.scaling.optimizer_index import optimizer_index
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
 
 #: How many blocks are watched for each loss: a hook on the loss takes a tenth of a millisecond of a backward pass.

@@ -56,7 +56,6 @@ from ampcompat._types import Optimizer
 from ampcompat.amp.casts.ambience import apply_ambient_casts
 from ampcompat.amp.casts.contexts import cast_state
 from ampcompat.amp.hints import add_hint
-from ampcompat.amp.known_optimizers import optimizer_index
 from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.scaling import backward_methods
 from ampcompat.amp.scaling.adapter import adapter_state
@@ -64,6 +63,7 @@ from ampcompat.amp.scaling.clearing import forget_overflows_if_cleared
 from ampcompat.amp.scaling.gradients import Leaves, OpenBlock, Overflow, block_state, leaves_of, open_block_of
 from ampcompat.amp.scaling.loss_scale import Transition
 from ampcompat.amp.scaling.mistakes import warn_of
+from ampcompat.amp.scaling.optimizer_index import optimizer_index
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.steps import report_arrived

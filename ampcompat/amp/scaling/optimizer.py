@@ -20,7 +20,6 @@ from ampcompat import _torch
 from ampcompat._types import Optimizer
 from ampcompat.amp.casts.contexts import CastsOff, cast_state, save
 from ampcompat.amp.half.masters import align_written, master_of, push_all
-from ampcompat.amp.known_optimizers import optimizer_index
 from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.scaling import backward_methods
 from ampcompat.amp.scaling.clearing import clear_by_optimizer
@@ -28,6 +27,7 @@ from ampcompat.amp.scaling.closures import step_with_closure
 from ampcompat.amp.scaling.exchange import give_back_params, match_state
 from ampcompat.amp.scaling.gradients import block_state, open_block_of
 from ampcompat.amp.scaling.mistakes import warn_of
+from ampcompat.amp.scaling.optimizer_index import optimizer_index
 from ampcompat.amp.scaling.optimizer_state import OptimizerState, follow_groups
 from ampcompat.amp.scaling.scale_loss import under_amp
 from ampcompat.amp.scaling.session import Session

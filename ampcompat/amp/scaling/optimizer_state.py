@@ -15,10 +15,10 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._types import Optimizer
-from ampcompat.amp.known_optimizers import optimizer_index
 from ampcompat.amp.scaling.exchange import match_state, put_masters_into
 from ampcompat.amp.scaling.gradients import Leaves, Overflow, Unreduced, open_block_of
 from ampcompat.amp.scaling.mistakes import warn_of
+from ampcompat.amp.scaling.optimizer_index import optimizer_index
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session, call_state
 
