@@ -62,7 +62,7 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
             "block",
             "scale_loss",
         ),
-        *("optimizer", "checkpoint"),
+        *("optimizer", "attachment", "checkpoint"),
     ),
     "misuse": ("half_gradients", "unknown_optimizers", "watch"),
 }
