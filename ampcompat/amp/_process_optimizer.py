@@ -108,7 +108,8 @@ class AmpOptimizerState(OptimizerState):
         block = open_block_of(self.leaves)
         if block is None:
             return [None] * len(params)
-        block.saved_grads_taken = True
+        if block.scripts_part is not None:
+            block.scripts_part.saved_grads_taken = True
         return [block.saved.get(param) for param in params]
 
     @property

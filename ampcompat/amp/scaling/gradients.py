@@ -94,6 +94,19 @@ class Overflow(NamedTuple):
 
 
 @dataclass(eq=False)
+class ScriptsPart:
+    """What a block leaves to a script's own ``_post_amp_backward``.
+
+    Attributes:
+        leaves: Whose gradients are to be unscaled.
+        saved_grads_taken: Whether it has asked for saved gradients, to add them itself.
+    """
+
+    leaves: Leaves
+    saved_grads_taken: bool = False
+
+
+@dataclass(eq=False)
 class OpenBlock:
     """What an open ``scale_loss`` block owns; ``block.Block`` has its phases.
 
@@ -106,9 +119,7 @@ class OpenBlock:
         optimizers: The optimizers that it was opened for; their tensors may have gone to others since.
         is_plain: Whether it leaves gradients to torch: the scale is always one, and there are no masters.
         has_new_grads: Whether the backward pass gave any gradients; None before the end.
-        part: The leaves that ``_post_amp_backward`` unscales while the block calls a script's own; None: all.
-        saved_grads_taken: Whether a script's own ``_post_amp_backward`` has asked for saved gradients, to add them
-            itself.
+        scripts_part: What it leaves to a script's own ``_post_amp_backward``, while it calls that.
     """
 
     leaves: Leaves
@@ -119,8 +130,7 @@ class OpenBlock:
     brought: Leaves | None = None
     is_plain: bool = False
     has_new_grads: bool | None = None
-    part: Leaves | None = None
-    saved_grads_taken: bool = False
+    scripts_part: ScriptsPart | None = None
 
     def overlaps(self, leaves: Leaves) -> bool:
         """Whether one of ``leaves`` is among its own."""
