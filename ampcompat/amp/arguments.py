@@ -14,7 +14,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._types import HALF_DTYPES, Optimizer, is_optimizer
 from ampcompat.amp._amp_state import view_state
-from ampcompat.amp.half.record import half_weights
+from ampcompat.amp.half.record import record_of
 from ampcompat.amp.levels import LEVELS
 
 
@@ -95,7 +95,7 @@ def _cast_by_amp(model: torch.nn.Module) -> set[torch.nn.Module]:
     """
     cast: set[torch.nn.Module] = set()
     for module in model.modules():
-        if module not in cast and half_weights(module) is not None:
+        if module not in cast and record_of(module) is not None:
             cast.update(module.modules())
     return cast
 

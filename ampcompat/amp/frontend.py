@@ -26,17 +26,16 @@ from ampcompat.amp.half.keep_fp32 import select
 from ampcompat.amp.half.masters import watch_torch
 from ampcompat.amp.half.model_class import set_policy
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
-from ampcompat.amp.known_optimizers import optimizer_index
 from ampcompat.amp.levels import LEVELS
 from ampcompat.amp.misuse.watch import watch_more
 from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.options import check_keywords
 from ampcompat.amp.properties import Properties, read_properties
-from ampcompat.amp.scaling import checkpoint
-from ampcompat.amp.scaling import optimizer as amp_optimizer
+from ampcompat.amp.scaling import attachment, checkpoint
 from ampcompat.amp.scaling.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.scaling.clearing import watch_modules
 from ampcompat.amp.scaling.exchange import model_tensor
+from ampcompat.amp.scaling.optimizer_index import optimizer_index
 from ampcompat.amp.scaling.optimizer_state import calls_shown, follow_groups, scalers_shown
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session, call_state
@@ -347,7 +346,7 @@ def _take_over(session: Session, objects: _Objects) -> None:
     for optimizer in objects.optimizers:
         if session.enabled:
             wrapped.wrap(optimizer)
-            amp_optimizer.attach(optimizer, session, AmpOptimizerState)
+            attachment.attach(optimizer, session, AmpOptimizerState)
         else:
             _release_optimizer(optimizer)
     follow_groups(newcomers)
@@ -418,5 +417,5 @@ def _hold_one_another(models: Modules) -> bool:
 def _release_optimizer(optimizer: Optimizer) -> None:
     """Take ``optimizer`` out of amp, if it is under it; ``scale_loss`` does nothing with it from now on."""
     if "_amp_stash" in vars(optimizer):
-        amp_optimizer.detach(optimizer)
+        attachment.detach(optimizer)
     optimizer_index.disabled[optimizer] = None

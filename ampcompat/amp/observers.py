@@ -10,7 +10,7 @@ An observer is an object with any of these methods, called in the thread of the 
 * ``on_block_end(block)``: it has closed; ``block.has_new_grads`` is None where it has left gradients to torch.
 * ``on_gradients(scaler, optimizers)``: a block has closed; gradients are unscaled, non-finite ones included, and
   neither clipped nor freed yet.
-* ``on_block_undone(block)``: an exception has left it.
+* ``on_block_undone(block)``: an exception has left it, or its own beginning or end has raised.
 * ``on_unscaled_by_script(optimizer)``: a script's own block has called ``_post_amp_backward``.
 * ``on_master_params(optimizer)``: a script asks for the masters of an optimizer.
 * ``on_failure(error)``: an exception leaves the forward of an initialized model, or a block.

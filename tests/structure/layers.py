@@ -18,7 +18,7 @@ ROOT: Final = Path(__file__).parents[2]
 LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("_state", "_torch", "_types"),
     ("_log",),
-    ("lists", "observers", "known_optimizers", "hints", "levels", "options"),
+    ("lists", "observers", "hints", "levels", "options"),
     ("_amp_state",),
     ("properties",),
     ("casts",),
@@ -42,6 +42,7 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
     ),
     "scaling": (
         *(
+            "optimizer_index",
             "mistakes",
             "loss_scale",
             "scaler",
@@ -56,11 +57,12 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
             "unreduced",
             "clearing",
             "steps",
+            "closures",
             "backward_methods",
             "block",
             "scale_loss",
         ),
-        *("optimizer", "checkpoint"),
+        *("optimizer", "attachment", "checkpoint"),
     ),
     "misuse": ("half_gradients", "unknown_optimizers", "watch"),
 }

@@ -9,7 +9,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.half.masters import Master, align_written, master_of
-from ampcompat.amp.half.record import drop_masters, ensure_master, half_weights, masters_by_name, own_tensors
+from ampcompat.amp.half.record import drop_masters, ensure_master, masters_by_name, note_half, own_tensors, record_of
 from ampcompat.amp.half.saving import hook, hook_added_modules, unhook
 
 _CASTABLE = (*HALF_DTYPES, torch.float32, torch.float64)
@@ -43,7 +43,7 @@ def cast_weights(
     Host syncs: none.
     """
     for module in modules:
-        record = half_weights(module)
+        record = record_of(module)
         if record is not None:
             hook_added_modules(module, record)
     refcount_probe = torch.empty(1, dtype=torch.float32, device="cpu")  # made here, so that no other thread holds it
@@ -56,7 +56,8 @@ def cast_weights(
             _restore(module)
             unhook(module)
         else:
-            hook(module, target, has_masters)
+            note_half(module, target, has_masters)
+            hook(module)
             _halve(module, target, has_masters, trained, refcount_probe)
             if not has_masters:
                 drop_masters(module)
@@ -73,7 +74,7 @@ def target_dtype(
 ) -> torch.dtype | None:
     """Return the dtype that the floating tensors of ``module`` are cast to; None leaves them as they are."""
     if dtype is None:  # no cast is wanted: undo the cast of an earlier call
-        was_cast = half_weights(module) is not None
+        was_cast = record_of(module) is not None
         return torch.float32 if was_cast else None
     if isinstance(module, torch.jit.ScriptModule):  # without weights: others are refused
         return None

@@ -20,7 +20,7 @@ from ampcompat.amp.casts.contexts import Casts, CastsOff, ForwardCasts, cast_sta
 from ampcompat.amp.casts.trees import cast_tree, tensors_in
 from ampcompat.amp.half.devices import device_type_of, move_casts_to
 from ampcompat.amp.half.masters import push_written
-from ampcompat.amp.half.record import half_weights, masters_of, own_tensors
+from ampcompat.amp.half.record import masters_of, own_tensors, record_of
 from ampcompat.amp.hints import add_hint
 from ampcompat.amp.observers import notify, observer_state
 
@@ -228,7 +228,7 @@ def _explain_failure(model: torch.nn.Module, error: Exception) -> None:
 def _note_wide_weight(model: torch.nn.Module, error: RuntimeError) -> None:
     """Name the first parameter of ``model`` that is not half in a module that amp has cast to half."""
     for module in model.modules():
-        record = half_weights(module)
+        record = record_of(module)
         if record is None:
             continue
         for name, tensor in own_tensors(module):

@@ -27,7 +27,7 @@ from ampcompat.amp.half.devices import device_type_of, model_index, move_casts_t
 from ampcompat.amp.half.forward import Forward, ModelPolicy
 from ampcompat.amp.half.masters import push_written
 from ampcompat.amp.half.record import ATTRIBUTE as HALF_WEIGHTS
-from ampcompat.amp.half.record import half_weights, masters_of
+from ampcompat.amp.half.record import masters_of, record_of
 from ampcompat.amp.half.saving import hook
 
 
@@ -257,9 +257,9 @@ def _put_under_amp(model: torch.nn.Module) -> torch.nn.Module:
     """Give a copy of a model under amp its class, and the hooks of its half weights where the copy has lost them."""
     if not isinstance(model, AmpModel):
         _torch.set_class(model, amp_class(type(model)))
-    record = half_weights(model)
+    record = record_of(model)
     if record is not None and not model._state_dict_hooks:
         record.hooks.clear()
-        hook(model, record.dtype, record.has_masters)
+        hook(model)
     follow_lifetime(model)
     return model

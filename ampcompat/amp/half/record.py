@@ -39,9 +39,19 @@ class HalfWeights:
 
 
 # -- the record of a module --------------------------------------------------------------------------------------------
-def half_weights(module: torch.nn.Module) -> HalfWeights | None:
+def record_of(module: torch.nn.Module) -> HalfWeights | None:
     """Return the record of ``module``; None where its own tensors are not half by amp."""
     return module.__dict__.get(ATTRIBUTE)
+
+
+def note_half(module: torch.nn.Module, dtype: torch.dtype, has_masters: bool) -> None:
+    """Record that ``module``'s own tensors are ``dtype``, and whether they have masters."""
+    record = record_of(module)
+    if record is None:
+        module.__dict__[ATTRIBUTE] = HalfWeights(dtype, has_masters)
+    else:
+        record.dtype = dtype
+        record.has_masters = has_masters
 
 
 def own_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -54,7 +64,7 @@ def own_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 # -- the masters of a module -------------------------------------------------------------------------------------------
 def masters_by_name(module: torch.nn.Module) -> dict[str, Master]:
     """Return the masters of ``module``'s own tensors; an empty dict where there are none."""
-    record = half_weights(module)
+    record = record_of(module)
     return {} if record is None else record.masters
 
 
@@ -79,7 +89,7 @@ def ensure_master(module: torch.nn.Module, name: str, value: torch.nn.Parameter 
 
 def drop_masters(module: torch.nn.Module) -> None:
     """Drop the masters of ``module``'s own tensors."""
-    record = half_weights(module)
+    record = record_of(module)
     if record is not None:
         record.masters = {}
     master_index.generation += 1

@@ -19,20 +19,16 @@ from ampcompat.amp.half.record import (
     check_replaced,
     drop_masters,
     ensure_master,
-    half_weights,
     masters_by_name,
+    note_half,
     own_tensors,
+    record_of,
 )
 
 
-def hook(module: torch.nn.Module, dtype: torch.dtype, has_masters: bool) -> None:
-    """Record that ``module``'s own tensors are ``dtype``, and hook saving and loading of them."""
-    record = half_weights(module)
-    if record is None:
-        record = HalfWeights(dtype, has_masters)
-        module.__dict__[ATTRIBUTE] = record
-    record.dtype = dtype
-    record.has_masters = has_masters
+def hook(module: torch.nn.Module) -> None:
+    """Hook saving and loading of ``module``'s own tensors, where that is not done; it has a record."""
+    record: HalfWeights = module.__dict__[ATTRIBUTE]
     if not record.hooks:
         record.hooks = _torch.register_state_dict_hooks(
             module, after_save=_export, before_load=_load_masters, after_load=_rebind_and_round
@@ -50,7 +46,7 @@ def unhook(module: torch.nn.Module) -> None:
 
 def is_hooked(module: torch.nn.Module) -> bool:
     """Whether saving and loading of ``module``'s own tensors is hooked."""
-    record = half_weights(module)
+    record = record_of(module)
     return record is not None and bool(record.hooks)
 
 
@@ -68,14 +64,15 @@ def hook_added_modules(module: torch.nn.Module, record: HalfWeights) -> list[tup
         if any(tensor.dtype == record.dtype for _, tensor in own_tensors(part)):
             added.append((name, part))
     for _, part in added:
-        hook(part, record.dtype, record.has_masters)
+        note_half(part, record.dtype, record.has_masters)
+        hook(part)
     return added
 
 
 # -- the hooks ---------------------------------------------------------------------------------------------------------
 def _export(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     """Hook after ``state_dict()``: exchange half tensors for their masters, or for float32 copies."""
-    record = half_weights(module)
+    record = record_of(module)
     if record is None:
         return
     if torch.onnx.is_in_onnx_export():  # it looks up, among these tensors, those that the traced forward reads
@@ -107,7 +104,7 @@ def _load_masters(
     module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *_: Any
 ) -> None:
     """Hook before ``load_state_dict()``: put what is loaded into masters; torch then loads the rounded values."""
-    record = half_weights(module)
+    record = record_of(module)
     if record is None:
         return
     hook_added_modules(module, record)  # in time: torch loads children after their parent

@@ -1,4 +1,4 @@
-"""An observer of the first blocks of a run, and of the steps between them: it warns of each mistake once."""
+"""An observer of the first blocks of a run, and of steps up to the one after them: it warns of each mistake once."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import Master, half_written
-from ampcompat.amp.known_optimizers import optimizer_index
 from ampcompat.amp.misuse.half_gradients import HalfGradients
 from ampcompat.amp.misuse.unknown_optimizers import Gradients, ScaledForNone
 from ampcompat.amp.observers import observer_state
 from ampcompat.amp.scaling.gradients import OpenBlock
 from ampcompat.amp.scaling.mistakes import warn_of
+from ampcompat.amp.scaling.optimizer_index import optimizer_index
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
 
 #: How many blocks are watched for each loss: a hook on the loss takes a tenth of a millisecond of a backward pass.
@@ -123,7 +123,7 @@ class _Record:
 
 
 class Watch:
-    """Look for mistakes in the first blocks, as an observer that takes itself away at the end of the last of these.
+    """Look for mistakes in the first blocks, as an observer that takes itself away at the first step after the last.
 
     Attributes:
         blocks_left: How many blocks it has yet to see.
@@ -221,10 +221,8 @@ class Watch:
                 self._record_of(bystander.optimizer).foreign = seen
 
     def _count_down(self) -> None:
-        """Count one block less to watch; after the last, end the watch."""
-        self.blocks_left -= 1
-        if self.blocks_left <= 0:
-            self.end()
+        """Count one block less to watch."""
+        self.blocks_left = max(self.blocks_left - 1, 0)
 
     def end(self) -> None:
         """Take itself and its hooks away."""
@@ -260,6 +258,11 @@ class Watch:
         self._records[optimizer] = _Record(used=used, half_gradients=record.half_gradients)
         if record.writes_own:  # a script may keep the list of masters
             self.on_master_params(optimizer)
+
+    def on_step(self, optimizer: Optimizer, skipped: bool | None) -> None:
+        """End the watch with the first step after the last block."""
+        if not self.blocks_left:
+            self.end()
 
     def before_push(self, masters: Sequence[Master]) -> None:
         """Look whether a step has written to half weights."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from ampcompat import _torch
 from ampcompat._types import Optimizer
 from ampcompat.amp.observers import notify, observer_state
-from ampcompat.amp.scaling.gradients import Leaves, OpenBlock, open_block_of
+from ampcompat.amp.scaling.gradients import Leaves, OpenBlock, ScriptsPart, open_block_of
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.unscaling import add_saved, save_grads, unscale_new
@@ -41,7 +41,8 @@ def post_amp_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
     stash: OptimizerState = optimizer._amp_stash
     block = open_block_of(stash.leaves)
     if block is not None:
-        unscale_new(stash.leaves if block.part is None else block.part, scaler, block.scale)
+        leaves = stash.leaves if block.scripts_part is None else block.scripts_part.leaves
+        unscale_new(leaves, scaler, block.scale)
         return
     unscale_new(stash.leaves, scaler, scaler.scale_on())
     add_saved(stash.saved_by_script)
@@ -88,28 +89,27 @@ def unscale_by_scripts(block: OpenBlock) -> tuple[bool, Leaves]:
     left = block.leaves.ids()
     has_new_grads = False
     for optimizer, post in overrides.items():
-        part = optimizer._amp_stash.leaves.part(left)
-        left -= part.ids()
-        has_new_grads |= any(leaf.grad is not None for leaf in part.tensors())
-        _call_post(post, block, part)
+        leaves = optimizer._amp_stash.leaves.part(left)
+        left -= leaves.ids()
+        has_new_grads |= any(leaf.grad is not None for leaf in leaves.tensors())
+        _call_post(post, block, ScriptsPart(leaves))
     return has_new_grads, block.leaves.part(left)
 
 
-def _call_post(post: Callable[..., None], block: OpenBlock, part: Leaves) -> None:
-    """Call a script's ``post`` for the leaves in ``part``, and do for them what the script leaves to amp."""
-    block.saved_grads_taken = False
-    block.part = part
+def _call_post(post: Callable[..., None], block: OpenBlock, part: ScriptsPart) -> None:
+    """Call a script's ``post`` for ``part``, and do there what the script leaves to amp."""
+    block.scripts_part = part
     try:
         post(block.scaler)
     finally:
-        block.part = None
-    ids = part.ids()
+        block.scripts_part = None
+    ids = part.leaves.ids()
     saved = {param: grad for param, grad in block.saved.items() if id(param) in ids}
     for param in saved:
         del block.saved[param]
-    if not block.saved_grads_taken:
+    if not part.saved_grads_taken:
         add_saved(saved)
-    for master in part.masters:
+    for master in part.leaves.masters:
         master.grad_shown = master.half.grad is not None and master.value.grad is not None
 
 

@@ -56,13 +56,14 @@ from ampcompat._types import Optimizer
 from ampcompat.amp.casts.ambience import apply_ambient_casts
 from ampcompat.amp.casts.contexts import cast_state
 from ampcompat.amp.hints import add_hint
-from ampcompat.amp.known_optimizers import optimizer_index
 from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.scaling import backward_methods
 from ampcompat.amp.scaling.adapter import adapter_state
 from ampcompat.amp.scaling.clearing import forget_overflows_if_cleared
 from ampcompat.amp.scaling.gradients import Leaves, OpenBlock, Overflow, block_state, leaves_of, open_block_of
+from ampcompat.amp.scaling.loss_scale import Transition
 from ampcompat.amp.scaling.mistakes import warn_of
+from ampcompat.amp.scaling.optimizer_index import optimizer_index
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.steps import report_arrived
@@ -93,19 +94,17 @@ class Block(OpenBlock):
 
     Attributes:
         loss: The script's loss, until it is scaled.
-        is_delayed: Whether the next block or step moves the scale (``delay_unscale``).
-        moves_scale: False with ``delay_overflow_check``: the scaler's next transition counts an overflow of this block.
+        transition: When the scale moves.
         entered: Whether it was entered.
         has_own_methods: Whether a script has put methods of its own on an optimizer, where apex's saved and unscaled.
     """
 
     def __init__(
-        self, loss: torch.Tensor, optimizers: list[Optimizer], scaler: LossScaler, is_delayed: bool, moves_scale: bool
+        self, loss: torch.Tensor, optimizers: list[Optimizer], scaler: LossScaler, transition: Transition
     ) -> None:
         super().__init__(Leaves(), scaler, optimizers)
         self.loss = loss
-        self.is_delayed = is_delayed
-        self.moves_scale = moves_scale
+        self.transition = transition
         self.entered = False
         self.has_own_methods = False
 
@@ -143,12 +142,13 @@ class Block(OpenBlock):
         except BaseException:
             block_state.open_blocks.remove(self)
             self._undo_begin()
+            self._tell_undone()
             raise
 
     def _has_flags(self) -> bool:
         """Whether steps of its optimizers wait for the flags of other scalers: then :meth:`_begin` has to look."""
         stashes = [optimizer._amp_stash for optimizer in self.optimizers]
-        return any(stash.overflows or stash.deferred_overflows for stash in stashes)
+        return any(stash.overflows or stash.delayed_overflows for stash in stashes)
 
     def _has_masters(self) -> bool:
         """Whether its optimizers step masters, to which the gradients of half weights are added at the end."""
@@ -168,7 +168,7 @@ class Block(OpenBlock):
             stash: OptimizerState = optimizer._amp_stash
             if stash.undecided_steps:
                 report_arrived(stash)
-            if stash.overflows or stash.deferred_overflows or stash.checks_gradients:
+            if stash.overflows or stash.delayed_overflows or stash.checks_gradients:
                 forget_overflows_if_cleared(stash)
         # Older gradients go out of ``p.grad``.
         self.has_own_methods = backward_methods.are_replaced(self.optimizers)
@@ -212,10 +212,11 @@ class Block(OpenBlock):
             if not self.is_plain:
                 self._unscale()
         except BaseException:
-            clear_partly_unscaled(self)
-            raise
-        finally:
             block_state.open_blocks.remove(self)
+            clear_partly_unscaled(self)
+            self._tell_undone()
+            raise
+        block_state.open_blocks.remove(self)
         if observer_state.observers:
             notify("on_block_end", self)
             notify("on_gradients", self.scaler, self.optimizers)
@@ -232,9 +233,9 @@ class Block(OpenBlock):
         self.has_new_grads = unscale_new(leaves, self.scaler, self.scale) or scripts_had_grads
         if self.saved:
             add_saved(self.saved)
-        if self.is_delayed:
+        if self.transition is Transition.AT_STEP:
             for optimizer in self.optimizers:
-                optimizer._amp_stash.delayed.add(self.scaler)
+                optimizer._amp_stash.delayed_scalers.add(self.scaler)
         if adapter_state.adapters and waits_for_reduction(self.leaves):
             note_unreduced(self)
             return
@@ -242,8 +243,8 @@ class Block(OpenBlock):
         overflows = self._adjust_scaler(found_inf)
         if adapter_state.adapters:
             overflows += note_reduced(self, found_inf)
-        if not self.is_delayed:
-            self._end_delays()
+        if self.transition is not Transition.AT_STEP:
+            self._make_delayed_transitions()
         self._note_overflows(overflows)
 
     def _adjust_scaler(self, found_inf: torch.Tensor | None) -> list[Overflow]:
@@ -253,26 +254,21 @@ class Block(OpenBlock):
         """
         scaler = self.scaler
         if self.scale is None:  # a static scale of one
-            if self.moves_scale and not self.is_delayed:
+            if self.transition is Transition.NOW:
                 scaler.count_clean_pass()
             return []
-        deferred = None
-        if self.is_delayed:
-            flag = scaler.delay(found_inf)
-        elif self.moves_scale:
-            flag = scaler.adjust(found_inf)
-        else:
-            flag = scaler.defer(found_inf)
-            deferred = scaler.deferred
-        return [] if flag is None else [Overflow(scaler, flag, deferred)]
+        flag = scaler.adjust(found_inf, self.transition)
+        if flag is None:
+            return []
+        return [Overflow(scaler, flag, scaler.delayed if self.transition is Transition.BY_SCRIPT else None)]
 
-    def _end_delays(self) -> None:
+    def _make_delayed_transitions(self) -> None:
         """Make the transitions that earlier blocks have delayed."""
         for optimizer in self.optimizers:
             stash: OptimizerState = optimizer._amp_stash
-            if stash.delayed:
+            if stash.delayed_scalers:
                 stash.make_delayed_transitions()
-                stash.delayed.clear()
+                stash.delayed_scalers.clear()
 
     def _note_overflows(self, overflows: list[Overflow]) -> None:
         """Note ``overflows`` in the optimizers, and have others check that hold a leaf of the block, too."""
@@ -298,12 +294,16 @@ class Block(OpenBlock):
         block_state.open_blocks.remove(self)
         if not self.is_plain:
             self._put_back()
-        if observer_state.observers:
-            notify("on_block_undone", self)
+        self._tell_undone()
         if isinstance(error, Exception):
             if observer_state.observers:
                 notify("on_failure", error)
             add_hint(error)
+
+    def _tell_undone(self) -> None:
+        """Tell observers that an exception has ended the block, which they have heard begin."""
+        if observer_state.observers:
+            notify("on_block_undone", self)
 
     def _put_back(self) -> None:
         """Put back what was saved when the block began; new gradients are cleared."""

@@ -15,8 +15,8 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import Master, master_of
-from ampcompat.amp.known_optimizers import optimizer_index
 from ampcompat.amp.scaling.gradients import block_state
+from ampcompat.amp.scaling.optimizer_index import optimizer_index
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
 from ampcompat.amp.scaling.unscaling import drop_cleared, drop_unreduced
 

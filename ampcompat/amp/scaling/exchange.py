@@ -10,7 +10,7 @@ import torch
 from ampcompat._types import HALF_DTYPES, Optimizer
 from ampcompat.amp.half.devices import model_index
 from ampcompat.amp.half.masters import Master, master_of
-from ampcompat.amp.half.record import ensure_master, half_weights
+from ampcompat.amp.half.record import ensure_master, note_half, record_of
 from ampcompat.amp.half.saving import hook
 from ampcompat.amp.scaling.session import Session
 
@@ -96,10 +96,11 @@ def _master_to_step(param: torch.Tensor, session: Session) -> Master | None:
     policy = session.policy
     slots = _slots_of(param)
     for module, name in slots:
-        was_added = half_weights(module) is None
+        was_added = record_of(module) is None
         if was_added and policy.half_dtype is not None:
-            hook(module, param.dtype, policy.master_weights)
-        record = half_weights(module)
+            note_half(module, param.dtype, policy.master_weights)
+            hook(module)
+        record = record_of(module)
         if record is not None and record.has_masters:
             master = ensure_master(module, name)
     if master is None and not slots and policy.master_weights:

@@ -15,7 +15,7 @@ import torch
 from ampcompat._state import Part, state
 from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import Master
-from ampcompat.amp.scaling.loss_scale import DeferredPasses
+from ampcompat.amp.scaling.loss_scale import DelayedPasses
 from ampcompat.amp.scaling.scaler import LossScaler
 
 
@@ -80,17 +80,30 @@ class Overflow(NamedTuple):
     Attributes:
         scaler: The scaler of their loss.
         flag: 0-dim float32 tensor on a device, not 0 if so.
-        deferred: Where their block had ``delay_overflow_check``: the passes that its own was deferred with. Else None.
+        delayed: Where their block had ``delay_overflow_check``: the passes that its own was delayed with. Else None.
     """
 
     scaler: LossScaler
     flag: torch.Tensor
-    deferred: DeferredPasses | None
+    delayed: DelayedPasses | None
 
     @property
     def is_decided(self) -> bool:
         """Whether the script itself decides about the step of these gradients: it has called ``update_scale()``."""
-        return self.deferred is not None and self.deferred.are_decided
+        return self.delayed is not None and self.delayed.are_decided
+
+
+@dataclass(eq=False)
+class ScriptsPart:
+    """What a block leaves to a script's own ``_post_amp_backward``.
+
+    Attributes:
+        leaves: Whose gradients are to be unscaled.
+        saved_grads_taken: Whether it has asked for saved gradients, to add them itself.
+    """
+
+    leaves: Leaves
+    saved_grads_taken: bool = False
 
 
 @dataclass(eq=False)
@@ -106,9 +119,7 @@ class OpenBlock:
         optimizers: The optimizers that it was opened for; their tensors may have gone to others since.
         is_plain: Whether it leaves gradients to torch: the scale is always one, and there are no masters.
         has_new_grads: Whether the backward pass gave any gradients; None before the end.
-        part: The leaves that ``_post_amp_backward`` unscales while the block calls a script's own; None: all.
-        saved_grads_taken: Whether a script's own ``_post_amp_backward`` has asked for saved gradients, to add them
-            itself.
+        scripts_part: What it leaves to a script's own ``_post_amp_backward``, while it calls that.
     """
 
     leaves: Leaves
@@ -119,8 +130,7 @@ class OpenBlock:
     brought: Leaves | None = None
     is_plain: bool = False
     has_new_grads: bool | None = None
-    part: Leaves | None = None
-    saved_grads_taken: bool = False
+    scripts_part: ScriptsPart | None = None
 
     def overlaps(self, leaves: Leaves) -> bool:
         """Whether one of ``leaves`` is among its own."""

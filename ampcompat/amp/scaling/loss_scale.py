@@ -6,6 +6,7 @@ This is all that a step needs of a scaler; ``scaler.LossScaler`` adds apex's nam
 
 from __future__ import annotations
 
+from enum import Enum
 from operator import attrgetter
 from typing import Any
 
@@ -61,20 +62,33 @@ def next_scale(
     return moved, counted
 
 
-class DeferredPasses:
-    """Backward passes whose transition is deferred: they have left a scale alone, and its next move counts them.
+class Transition(Enum):
+    """When a backward pass moves the scale: at the end of its block, or later.
+
+    Any later transition of the scaler counts an overflow of a delayed pass.
+    """
+
+    NOW = "at the end of the block"
+    #: With ``delay_unscale``: the next block without it, step or ``amp.master_params`` makes it at the latest.
+    AT_STEP = "with the next step, at the latest"
+    #: With ``delay_overflow_check``: the script calls ``update_scale()``, or the next block makes it.
+    BY_SCRIPT = "by the script"
+
+
+class DelayedPasses:
+    """Backward passes that have left a scale alone: its next transition counts them.
 
     Attributes:
         found_inf: The flag that tells whether any of them overflowed.
+        until_step: Whether a step makes the transition, where no later backward pass does: one of them was
+            :attr:`Transition.AT_STEP`.
         are_decided: Whether the script itself decides about their steps: it has called ``update_scale()``.
-        are_delayed: Whether one of them was that of a block with ``delay_unscale``: where no later backward pass makes
-            the transition, a step does.
     """
 
     def __init__(self, found_inf: torch.Tensor) -> None:
         self.found_inf = found_inf
+        self.until_step = False
         self.are_decided = False
-        self.are_delayed = False
 
 
 class MovingScale:
@@ -95,7 +109,7 @@ class MovingScale:
         smallest: The limit of back-off.
         largest: The limit of growth.
         last_pass: The flag of the last backward pass.
-        deferred: The passes since the last transition that have left the scale alone; None: there are none.
+        delayed: The passes since the last transition that have left the scale alone; None: there are none.
     """
 
     def __init__(self, growth_factor: float) -> None:
@@ -110,7 +124,7 @@ class MovingScale:
         self.smallest = FLOOR
         self.largest = CEILING
         self.last_pass: torch.Tensor | None = None
-        self.deferred: DeferredPasses | None = None
+        self.delayed: DelayedPasses | None = None
         self._found_inf: dict[torch.device, torch.Tensor] = {}  # of gradients unscaled since the last transition
 
     @property
@@ -182,27 +196,32 @@ class MovingScale:
         self._found_inf = {}
 
     # -- the transition ------------------------------------------------------------------------------------------------
-    def adjust(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
-        """Make the transition for a backward pass: back off, or grow, or only count; no host sync.
+    def adjust(self, found_inf: torch.Tensor | None, when: Transition = Transition.NOW) -> torch.Tensor | None:
+        """Make the transition for a backward pass: back off, or grow, or only count; or delay it. No host sync.
 
         While a CUDA graph is captured the tensors change in place, since each replay begins with those of the capture.
 
         Args:
             found_inf: The flag of the pass, of :meth:`take_found_inf`; None where no gradient was unscaled.
+            when: When the scale moves for it.
 
         Returns:
             The flag for the step, which must be skipped if it is set; None for a static scale, which never skips.
         """
         flag = self.note_pass(found_inf)
         if not self.is_dynamic:
-            self.count_clean_pass()
+            if when is Transition.NOW:
+                self.count_clean_pass()
             return None
+        if when is not Transition.NOW:
+            self._delay(flag, when)
+            return flag
         scale: torch.Tensor = self.scale  # type: ignore[assignment] # made, at the latest, by ``note_pass``
         clean_passes: torch.Tensor = self.clean_passes  # type: ignore[assignment] # made with the scale
         moved, counted = next_scale(
             scale,
             clean_passes,
-            flag if self.deferred is None else torch.maximum(flag, self.deferred.found_inf),
+            flag if self.delayed is None else torch.maximum(flag, self.delayed.found_inf),
             growth_factor=self.growth_factor,
             backoff_factor=self.backoff_factor,
             growth_interval=self.growth_interval,
@@ -211,7 +230,7 @@ class MovingScale:
             # The host notes the scale anew where a script writes a limit; every later scale is within the limits, too.
             is_within_limits=self.smallest <= self.written_scale <= self.largest,
         )
-        self.deferred = None
+        self.delayed = None
         if _torch.is_capturing():
             scale.copy_(moved)
             clean_passes.copy_(counted)
@@ -220,32 +239,19 @@ class MovingScale:
             self.clean_passes = counted
         return flag
 
-    def defer(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
-        """As :meth:`adjust`, but leave the scale alone: the next transition counts an overflow of this pass.
-
-        For ``delay_overflow_check``, where a script may never have that transition made.
-        """
-        flag = self.note_pass(found_inf)
-        if not self.is_dynamic:
-            return None
-        if self.deferred is None:
-            self.deferred = DeferredPasses(flag)
+    def _delay(self, flag: torch.Tensor, when: Transition) -> None:
+        """Leave a pass with this ``flag`` to the next transition, which counts its overflow."""
+        if self.delayed is None:
+            self.delayed = DelayedPasses(flag)
         else:
-            self.deferred.found_inf = torch.maximum(self.deferred.found_inf, flag)
-        return flag
-
-    def delay(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
-        """As :meth:`defer`, for ``delay_unscale``: :meth:`make_delayed_transition` counts this pass at the latest."""
-        flag = self.defer(found_inf)
-        if self.deferred is not None:
-            self.deferred.are_delayed = True
-        return flag
+            self.delayed.found_inf = torch.maximum(self.delayed.found_inf, flag)
+        if when is Transition.AT_STEP:
+            self.delayed.until_step = True
 
     def make_delayed_transition(self) -> None:
-        """Make the transition that :meth:`delay` has left, if no pass has made it since. No host sync."""
-        deferred = self.deferred
-        if deferred is not None and deferred.are_delayed:
-            self.adjust(deferred.found_inf)
+        """Make the transition that passes have left to a step, if no pass has made it since. No host sync."""
+        if self.delayed is not None and self.delayed.until_step:
+            self.adjust(self.delayed.found_inf)
 
     def note_pass(self, found_inf: torch.Tensor | None) -> torch.Tensor:
         """Keep ``found_inf`` as the flag of the last pass, next to the scale; return it."""
@@ -269,9 +275,9 @@ class MovingScale:
             self.clean_passes.add_(1)
 
     def scale_after_back_off(self) -> torch.Tensor:
-        """The scale to print for a skipped step, back-off for deferred passes included. No host sync."""
+        """The scale to print for a skipped step, back-off for delayed passes included. No host sync."""
         scale = self.scale_on()
-        if not self.is_dynamic or self.deferred is None:
+        if not self.is_dynamic or self.delayed is None:
             return scale
         backed_off = (scale * self.backoff_factor).clamp(min=self.smallest)
-        return torch.where(self.deferred.found_inf != 0, backed_off, scale)
+        return torch.where(self.delayed.found_inf != 0, backed_off, scale)

@@ -15,10 +15,10 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._types import Optimizer
-from ampcompat.amp.known_optimizers import optimizer_index
 from ampcompat.amp.scaling.exchange import match_state, put_masters_into
 from ampcompat.amp.scaling.gradients import Leaves, Overflow, Unreduced, open_block_of
 from ampcompat.amp.scaling.mistakes import warn_of
+from ampcompat.amp.scaling.optimizer_index import optimizer_index
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session, call_state
 
@@ -30,7 +30,7 @@ FlagCopy = tuple[LossScaler | None, _torch.HostCopy]
 class OptimizerState:
     """What amp keeps with one optimizer.
 
-    ``overflows``, ``deferred_overflows`` and ``checks_gradients`` tell of the gradients that wait for a step,
+    ``overflows``, ``delayed_overflows`` and ``checks_gradients`` tell of the gradients that wait for a step,
     ``skipped`` of the last step. In one run with a dynamic scale:
 
     ====================================  ============  ================  =======
@@ -58,10 +58,10 @@ class OptimizerState:
         shared: Ids of the leaves that another optimizer holds, too.
         overflows: For each scaler, whether a block since the last step overflowed, as one flag: the next step is
             skipped if any is set.
-        deferred_overflows: The same of blocks that have left their scale alone: after the scaler's ``update_scale()``,
+        delayed_overflows: The same of blocks that have left their scale alone: after the scaler's ``update_scale()``,
             the script decides about the step.
         checks_gradients: Whether the next step looks at its gradients itself, since they may not be finite.
-        delayed: Scalers whose transitions ``delay_unscale`` has left to the next block without it, step or
+        delayed_scalers: Scalers whose transitions ``delay_unscale`` has left to the next block without it, step or
             ``amp.master_params``.
         unreduced: What the last blocks have left, if its gradients are those of this process alone.
         skipped: Whether the last step was skipped; None before the first step, and where the device decided.
@@ -79,9 +79,9 @@ class OptimizerState:
     leaves: Leaves = field(default_factory=Leaves)
     shared: Set[int] = frozenset()
     overflows: dict[LossScaler, torch.Tensor] = field(default_factory=dict)
-    deferred_overflows: dict[LossScaler, Overflow] = field(default_factory=dict)
+    delayed_overflows: dict[LossScaler, Overflow] = field(default_factory=dict)
     checks_gradients: bool = False
-    delayed: set[LossScaler] = field(default_factory=set)
+    delayed_scalers: set[LossScaler] = field(default_factory=set)
     unreduced: Unreduced | None = None
     skipped: bool | None = None
     undecided_steps: list[list[FlagCopy]] = field(default_factory=list)
@@ -99,42 +99,40 @@ class OptimizerState:
     # -- overflows -----------------------------------------------------------------------------------------------------
     def note_overflow(self, overflow: Overflow) -> None:
         """Note what a block has found: the next step is skipped if the flag is set."""
-        if overflow.deferred is not None:
-            self._note_deferred(overflow)
+        if overflow.delayed is not None:
+            self._note_delayed(overflow)
             return
         scaler, flag, _ = overflow
         earlier = self.overflows.get(scaler)
         self.overflows[scaler] = flag if earlier is None else torch.maximum(earlier, flag)
 
-    def _note_deferred(self, overflow: Overflow) -> None:
+    def _note_delayed(self, overflow: Overflow) -> None:
         """Note a pass that has left the scale alone, in one flag with others since the scaler's last transition."""
-        earlier = self.deferred_overflows.get(overflow.scaler)
+        earlier = self.delayed_overflows.get(overflow.scaler)
         if earlier is None or earlier.is_decided:
-            self.deferred_overflows[overflow.scaler] = overflow
-        elif earlier.deferred is overflow.deferred:
-            self.deferred_overflows[overflow.scaler] = overflow._replace(
-                flag=torch.maximum(earlier.flag, overflow.flag)
-            )
+            self.delayed_overflows[overflow.scaler] = overflow
+        elif earlier.delayed is overflow.delayed:
+            self.delayed_overflows[overflow.scaler] = overflow._replace(flag=torch.maximum(earlier.flag, overflow.flag))
         else:  # the scaler has made its transition since
-            self.note_overflow(earlier._replace(deferred=None))
-            self.deferred_overflows[overflow.scaler] = overflow
+            self.note_overflow(earlier._replace(delayed=None))
+            self.delayed_overflows[overflow.scaler] = overflow
 
     def forget_overflows(self) -> None:
         """Forget the overflows of gradients that are gone."""
         self.overflows = {}
-        self.deferred_overflows = {}
+        self.delayed_overflows = {}
         self.checks_gradients = False
 
     def forget_gradients(self) -> None:
         """Forget all that is known of gradients: ``zero_grad`` has cleared them."""
         self.forget_overflows()
-        self.delayed.clear()
+        self.delayed_scalers.clear()
         self.unreduced = None
         self.saved_by_script = {}
 
     def make_delayed_transitions(self) -> None:
         """Make the transitions that ``delay_unscale`` has left. No host sync."""
-        for scaler in self.delayed:
+        for scaler in self.delayed_scalers:
             scaler.make_delayed_transition()
 
     def drop_used_gradients(self, skipped: bool | None) -> None:
@@ -143,10 +141,10 @@ class OptimizerState:
         Gradients of tensors without a master stay until they are cleared, as in plain torch; so do those of masters
         that another optimizer shares. They may not be finite unless the step was made.
         """
-        may_have_overflowed = self.checks_gradients or bool(self.overflows or self.deferred_overflows)
+        may_have_overflowed = self.checks_gradients or bool(self.overflows or self.delayed_overflows)
         self.overflows = {}
-        self.deferred_overflows = {}
-        self.delayed.clear()
+        self.delayed_overflows = {}
+        self.delayed_scalers.clear()
         was_made = skipped is False
         self.checks_gradients = may_have_overflowed and not was_made
         for master in self.leaves.masters:
@@ -186,10 +184,10 @@ class OptimizerState:
         self.note_when_gone(optimizer, self.leaves.ids())
 
     def note_when_gone(self, optimizer: Optimizer, ids: set[int]) -> None:
-        """Have the ``ids`` of leaves noted when ``optimizer`` is collected: another may come in its place."""
+        """Have the ``ids`` of its leaves noted when ``optimizer`` is collected: another may come in its place."""
         if self.when_gone is not None:
             self.when_gone.detach()
-        self.when_gone = weakref.finalize(optimizer, optimizer_index.gone.update, ids)
+        self.when_gone = weakref.finalize(optimizer, _note_gone, optimizer_index.gone, ids)
         self.when_gone.atexit = False
 
 
@@ -229,6 +227,12 @@ def _drop_gradients(newcomers: Leaves) -> None:
         if leaf.grad is not None:
             leaf.grad = None
             warn_of("scaled gradients of a later param")
+
+
+def _note_gone(gone: set[int], ids: set[int]) -> None:
+    """Add to ``gone`` the ``ids`` of the leaves of an optimizer that was collected: it shares them no more."""
+    gone.update(ids)  # after a reset, this set is no longer ``optimizer_index.gone``
+    _note_shared(optimizer_index.listed())
 
 
 def _note_shared(optimizers: list[Optimizer]) -> None:

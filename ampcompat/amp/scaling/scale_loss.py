@@ -14,8 +14,9 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._types import is_optimizer
-from ampcompat.amp.known_optimizers import optimizer_index
 from ampcompat.amp.scaling.block import Block
+from ampcompat.amp.scaling.loss_scale import Transition
+from ampcompat.amp.scaling.optimizer_index import optimizer_index
 from ampcompat.amp.scaling.optimizer_state import calls_shown
 from ampcompat.amp.scaling.scaler import check_scaler
 from ampcompat.amp.scaling.session import DISABLED, Session, call_state
@@ -72,7 +73,12 @@ def scale_loss(
     scaler = session.scalers[loss_id]
     check_scaler(scaler, loss_id)  # a script may have put it there
     scaler.loss_id = loss_id  # it may have been put there by hand
-    return Block(loss, used_optimizers, scaler, delay_unscale, moves_scale=not delay_overflow_check)
+    transition = Transition.NOW
+    if delay_unscale:
+        transition = Transition.AT_STEP
+    elif delay_overflow_check:
+        transition = Transition.BY_SCRIPT
+    return Block(loss, used_optimizers, scaler, transition)
 
 
 def _index_of_scaler(loss_id: Any, count: int) -> int:

@@ -5,7 +5,7 @@ step, and the scale to name, are copied to the host meanwhile. A later block or 
 far as the copies have arrived; ``amp.step_was_skipped`` waits for them.
 
 apex replaced ``step`` by a function that skips, for one step after an overflow (``apex/amp/handle.py: scale_loss``). It
-read a flag at each step, and refused closures.
+read a flag at each step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 from ampcompat import _torch
 from ampcompat._types import Optimizer
 from ampcompat.amp._amp_state import maybe_print
-from ampcompat.amp.casts.contexts import Saved, restored
 from ampcompat.amp.half.masters import Master, align_written, push_all
 from ampcompat.amp.half.record import check_replaced
 from ampcompat.amp.observers import notify, observer_state
@@ -51,11 +50,11 @@ def make_or_skip_step(optimizer: Optimizer, stash: OptimizerState, original: Cal
     Where nothing is scaled and there are no masters, torch's own step is all there is to do.
     """
     has_masters = bool(stash.leaves.masters)
-    is_waiting = stash.delayed or stash.unreduced is not None or stash.undecided_steps
+    is_waiting = stash.delayed_scalers or stash.unreduced is not None or stash.undecided_steps
     if has_masters or is_waiting or observer_state.observers:
         make_ready(optimizer, stash)
     flags: list[StepFlag] = []
-    if stash.overflows or stash.deferred_overflows or stash.checks_gradients:
+    if stash.overflows or stash.delayed_overflows or stash.checks_gradients:
         flags = flags_of(stash)
     decides_on_device = bool(flags) and skips_on_device(optimizer)
     if flags and not decides_on_device:
@@ -80,7 +79,7 @@ def make_or_skip_step(optimizer: Optimizer, stash: OptimizerState, original: Cal
 @_torch.eager
 def make_ready(optimizer: Optimizer, stash: OptimizerState) -> None:
     """Do what has waited for a step: transitions of the scale, messages, and masters that follow the model."""
-    if stash.delayed:
+    if stash.delayed_scalers:
         stash.make_delayed_transitions()
     if stash.unreduced is not None:
         note_averaged(stash)
@@ -102,7 +101,7 @@ def flags_of(stash: OptimizerState) -> list[StepFlag]:
     flags: list[StepFlag] = []
     for scaler, flag in stash.overflows.items():
         flags.append(StepFlag(scaler, flag))
-    for overflow in stash.deferred_overflows.values():
+    for overflow in stash.delayed_overflows.values():
         if not overflow.is_decided:
             flags.append(StepFlag(overflow.scaler, overflow.flag))
     if stash.checks_gradients:
@@ -247,88 +246,3 @@ def finish(optimizer: Optimizer, stash: OptimizerState, skipped: bool | None) ->
             notify("on_step", optimizer, skipped)
     finally:
         stash.drop_used_gradients(skipped)
-
-
-# -- step(closure): LBFGS, SAM -----------------------------------------------------------------------------------------
-class _SkipStep(Exception):
-    """Leaves the optimizer's own step from inside its closure: gradients overflowed."""
-
-
-def evaluate(closure: Callable[[], Any], outside: Saved) -> Any:
-    """Call ``closure`` with grad on and the casts of the code that called ``step``."""
-    with torch.enable_grad(), restored(outside):
-        return closure()
-
-
-def step_with_closure(
-    optimizer: Optimizer, original: Callable[..., Any], closure: Callable[[], Any], outside: Saved
-) -> Any:
-    """Step with ``closure``, which runs with grad on and the casts of the caller, on weights that follow the masters.
-
-    When the first evaluation overflows, the step is skipped, and its loss returned. Where the optimizer has acted
-    before (a later evaluation of LBFGS's search, that in the middle of SAM's step), it finds gradients of zero instead:
-    it stops where it is, or goes back to where it was.
-    """
-    stash: OptimizerState = optimizer._amp_stash
-    first_loss: Any = None
-    has_acted = False
-
-    def evaluated() -> Any:
-        nonlocal first_loss
-        stash.look_up(optimizer)
-        align_written(stash.leaves.masters)
-        loss = evaluate(closure, outside)
-        if first_loss is None:
-            first_loss = loss
-        return loss
-
-    def evaluated_for_step() -> Any:
-        nonlocal has_acted
-        loss = evaluated()
-        make_ready(optimizer, stash)
-        overflowed = _take_flags(stash)
-        if overflowed and not has_acted:
-            announce_skip(overflowed)
-            raise _SkipStep
-        if overflowed:
-            for gradient in stash.leaves.gradients():
-                gradient.zero_()
-        has_acted = True
-        return loss
-
-    if not _evaluates_first(optimizer):  # it begins with gradients that blocks have given
-        make_ready(optimizer, stash)
-        has_acted = bool(stash.overflows or stash.deferred_overflows)
-        overflowed = _take_flags(stash) if has_acted else []
-        if overflowed:
-            announce_skip(overflowed)
-            evaluated()
-            make_ready(optimizer, stash)
-            _take_flags(stash)  # of this evaluation; the step is skipped all the same
-            finish(optimizer, stash, skipped=True)
-            return first_loss
-    try:
-        result = update_weights(optimizer, stash, original, evaluated_for_step)
-    except _SkipStep:
-        finish(optimizer, stash, skipped=True)
-        return first_loss
-    finish(optimizer, stash, skipped=False)
-    return result
-
-
-def _evaluates_first(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer`` calls the closure before it uses a gradient; SAM steps with those that it finds.
-
-    True of torch's optimizers and ours.
-    """
-    return type(optimizer).__module__.startswith(("torch.optim.", "ampcompat.optimizers."))
-
-
-def _take_flags(stash: OptimizerState) -> list[StepFlag]:
-    """Return the flags that are set, and forget all of them."""
-    report_all(stash)
-    flags = flags_of(stash)
-    overflowed = flags_set(flags) if flags else []
-    stash.forget_overflows()
-    stash.checks_gradients = bool(overflowed)
-    return overflowed

@@ -16,9 +16,9 @@ from collections.abc import Iterable
 import torch
 
 from ampcompat import _torch
-from ampcompat.amp.known_optimizers import optimizer_index
 from ampcompat.amp.scaling.adapter import adapter_state
 from ampcompat.amp.scaling.gradients import Leaves, OpenBlock, Overflow, Unreduced, leaves_of
+from ampcompat.amp.scaling.optimizer_index import optimizer_index
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.unscaling import any_non_finite, entries_of

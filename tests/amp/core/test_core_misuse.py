@@ -640,6 +640,15 @@ def test_an_optimizer_around_one_that_amp_knows(level):
     assert warned(train) == []
 
 
+@pytest.mark.parametrize("act", [clipping_half_gradients, without_a_backward])
+def test_the_step_after_the_last_block_is_watched(act):
+    model, optimizer = start("O2")
+    train(model, optimizer, watch.WATCHED - 1)
+    (message,) = warned(lambda: act(model, optimizer))
+    assert message.startswith(MISTAKES[act][1])
+    assert not is_watched()
+
+
 def test_the_hook_of_steps_goes_with_the_watch():
     before = len(hooks)
     model, optimizer = start("O1")

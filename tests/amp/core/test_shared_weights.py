@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from core_kit import same
-from internals import is_in_block, overflow_flags
+from internals import is_in_block, master_of, overflow_flags
 from seeded import seeded
 from torch import nn
 
@@ -112,6 +112,24 @@ def test_an_optimizer_that_never_steps_doubles_no_gradient(waits):
         block(model, 1, new)
         assert same(expected, [p.grad for p in amp.master_params(new)])
         new.step()
+
+
+@pytest.mark.parametrize("leaves", ["collected", "out of amp", "holds others"])
+def test_weights_that_only_one_still_holds_are_shared_no_more(leaves):
+    """A step uses up the gradients of its masters, so that a loop which never clears them does not accumulate."""
+    model, stays, goes = start(make=lambda params: torch.optim.SGD(params, lr=0.0))
+    if leaves == "collected":
+        del goes
+        gc.collect()
+    elif leaves == "out of amp":
+        amp.initialize([], goes, enabled=False, verbosity=0)
+    else:
+        goes.param_groups[0]["params"] = list(model.heads[1].parameters())
+        goes.zero_grad()  # it looks up what it holds
+    for _ in range(2):
+        block(model, 0, stays)
+        stays.step()
+        assert all(p.grad is None for p in amp.master_params(stays) if master_of(p) is not None)
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])

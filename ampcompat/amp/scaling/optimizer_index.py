@@ -1,4 +1,4 @@
-"""The optimizers under amp."""
+"""Which optimizers are under amp."""
 
 from __future__ import annotations
 
