@@ -84,7 +84,12 @@ def is_singular(event: Event) -> bool:
     if event.backward:
         return event.node.startswith((*_ROOTS, *_ENDS))
     is_by_zero = event.op in _DIVISIONS and event.denominators > 0
-    return is_by_zero or _is_logarithm(event) or event.op in ("sqrt", "rsqrt", "acos", "asin", "acosh", "atanh")
+    return (
+        is_by_zero
+        or _is_written(event)
+        or _is_logarithm(event)
+        or event.op in ("sqrt", "rsqrt", "acos", "asin", "acosh", "atanh")
+    )
 
 
 def _of_parameter(event: Event, setting: Setting) -> list[str]:
@@ -253,7 +258,7 @@ def _plain(scale: float) -> str:
 # -- what float32 does not hold either, with the same inputs -----------------------------------------------------------
 def _undefined(event: Event, setting: Setting) -> list[str]:
     found = [_undefined_cure(event, setting)]
-    if setting.half and not event.backward:
+    if setting.half and not event.backward and not _is_written(event):
         found.append(
             f"if it is finite with --opt-level O0, {setting.half} rounded its inputs: keep in float32 what makes them"
         )
@@ -267,6 +272,8 @@ def _undefined_cure(event: Event, setting: Setting) -> str:
         return f"the gradient of {function or 'this'} at 0 is not finite: add an eps inside, as in (... + 1e-6).sqrt()"
     if event.backward and node.startswith(_ENDS):
         return f"the gradient of {function} at the end of its range is not finite: clamp its input a little inside"
+    if _is_written(event):
+        return "this line writes a number that is not finite: look at where it comes from"
     if _is_logarithm(event):
         wide = ".float()" if event.dtype in HALF_DTYPES else ""
         return _stable_form(event) or f"the logarithm of 0 (or of less): {wide}.clamp_min(1e-6) on what goes into it"
@@ -285,6 +292,11 @@ def _undefined_cure(event: Event, setting: Setting) -> str:
     if "softmax" in event.op:
         return "a row of -inf alone (everything is masked): mask with -1e4 in place of -inf"
     return "float32 gives no finite result with these inputs either: look at the values that go in"
+
+
+def _is_written(event: Event) -> bool:
+    """Whether the script wrote a NaN, or an inf, as a number of its own."""
+    return event.op == "lift_fresh" or not all(map(math.isfinite, event.scalars))
 
 
 def _is_logarithm(event: Event) -> bool:

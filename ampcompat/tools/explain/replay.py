@@ -26,10 +26,12 @@ class Finding:
     Attributes:
         event: The fault, or None where everything stayed finite.
         entered: Whether the gradient that came into the model was not finite already.
+        differs: Whether it has returned something else than in the run: it is not that forward that was run again.
     """
 
     event: Event | None = None
     entered: bool = False
+    differs: bool = False
 
 
 def replay(forward: Forward, model: torch.nn.Module, backward: bool) -> Finding:
@@ -49,15 +51,17 @@ def replay(forward: Forward, model: torch.nn.Module, backward: bool) -> Finding:
         with probe:
             output = model.forward(*args, **kwargs)
         outputs = tensors_in(output)
+        if not forward.has_returned(outputs):
+            return Finding(differs=True)
         event = probe.origin(outputs)
-        if event is not None or not backward:
+        if not backward:
             return Finding(event)
         pairs = received(forward, outputs)
         if not all(is_finite(grad) for _, grad in pairs):
-            return Finding(entered=True)
+            return Finding(event, entered=True)
         with probe:
             grads = run_backward(model, pairs, leaves)
-        event = probe.origin(grads)
+        event = probe.origin(grads) or event
         if event is not None and event.depends_on_scale and forward.block is not None:
             event.largest_gradient = _largest_unscaled(places, model, pairs, leaves, forward.block.scale)
     return Finding(event)

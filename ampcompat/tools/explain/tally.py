@@ -94,6 +94,18 @@ class Tally:
         if not skipped:
             self._not_finite.append(self.steps)
 
+    def put_down(self, steps: list[int], key: object) -> None:
+        """Put those of ``steps`` whose cause is not known down to the fault of ``key``, to which the next was lost."""
+        for step in steps:
+            if isinstance(self._lost_to.get(step), Unknown):
+                self._lost_to[step] = key
+
+    def excuse(self, steps: list[int]) -> None:
+        """Note that the loss scale has come down in ``steps``, and nothing else: a step was made at last."""
+        for step in steps:
+            if isinstance(self._lost_to.get(step), Unknown):
+                del self._lost_to[step]
+
     def find(self, what: str, key: object, was_watched: bool) -> None:
         """Note that the fault of ``key`` has lost about this step, whose ``what`` was not finite.
 
@@ -121,6 +133,10 @@ class Tally:
         """Keep the explanation of what may be an ordinary back-off until that is known; ``cause`` is "" for none."""
         self._held.pop(key, None)
         self._held[key] = Held(message, cause)
+
+    def is_held(self, key: object) -> bool:
+        """Whether the explanation for ``key`` is held back."""
+        return key in self._passed
 
     def is_costly(self, key: object) -> bool:
         """Whether the fault of ``key`` is held back, and has cost more steps than an ordinary back-off does."""
