@@ -34,6 +34,7 @@ from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.forwards import Block, BufferCopies, Forward
 from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.messages import Message
+from ampcompat.tools.explain.misuse import spoiling_misuse
 from ampcompat.tools.explain.numbers import not_representable, optimizer_name
 from ampcompat.tools.explain.ops import GRADIENTS, is_too_large_unscaled, op_fault
 from ampcompat.tools.explain.probe import Event
@@ -235,7 +236,7 @@ class OverflowExplainer:
         name = f"of loss {scaler.loss_id} " if count_of_scalers(optimizer) > 1 else ""
         scale = _scale_of(scaler)
         if overflowed:
-            self.tally.scale = f"{name}came down to {scale:g}"
+            self.tally.scale_came_down(f"{name}came down to {scale:g}")
         if steps.lost_to is not None:
             return  # for its loss, or a gradient
         step = self._name_of_step(steps.seen, optimizer)
@@ -284,7 +285,8 @@ class OverflowExplainer:
                 written = None
         if written is not None:
             growth = None if written.at_any_rate else steps.history.growth(optimizer)
-            fault = self._after_too_large(written.fault(steps.seen, growth))
+            misuse = None if written.at_any_rate else spoiling_misuse()
+            fault = self._after_too_large(written.fault(steps.seen, growth, misuse))
             steps.lost_to = self.lost_by = fault.key
             self._tell(fault, f"Step {steps.seen} of {written.head}", steps.seen)
         if not steps.is_finite and self.lost_by is None:

@@ -6,11 +6,12 @@ import math
 
 import torch
 
-from ampcompat.tools.core import LEVELS, has_unknown_optimizer, latest_call
+from ampcompat.tools.core import LEVELS, kept_in_float32, latest_call
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.hints import CASTS, Setting, has_stable_form, hints, is_module_of_torch, is_singular
+from ampcompat.tools.explain.misuse import spoiling_misuse
 from ampcompat.tools.explain.probe import ARGUMENT, GIVEN, Event
 from ampcompat.tools.tensors import LARGEST
 
@@ -39,11 +40,12 @@ def op_fault(event: Event, scale: float, dynamic: bool, origin: str, growth: Gro
     is_of_growth = growth is not None and not has_stable_form(event)
     cause = growth.cause if growth is not None and is_of_growth else _cause(event)
     key = _key(event, cause, is_of_growth)
-    may_be_of_unknown_optimizer = event.op not in ("input", "buffer", ARGUMENT) and not is_singular(event)
-    if may_be_of_unknown_optimizer and has_unknown_optimizer():
-        growth = None  # such steps are too long by the loss scale
-        key = cause = "steps of an optimizer that amp.initialize was not given"
-        cures = ["give amp.initialize each optimizer that steps the model, and scale_loss: it unscales their gradients"]
+    may_be_of_weights = event.op not in ("input", "buffer", ARGUMENT) and not is_singular(event)
+    misuse = spoiling_misuse() if may_be_of_weights else None
+    if misuse is not None:
+        growth = None  # such steps are longer than the script means
+        key = cause = misuse.cause
+        cures = [misuse.hint]
     return Fault(
         what=_what(event),
         where=_where(event),
@@ -119,6 +121,7 @@ def _setting(scale: float, dynamic: bool, origin: str, growth: Grown | None) -> 
         dynamic=dynamic,
         origin=origin,
         growth=growth,
+        kept=kept_in_float32(),
     )
 
 

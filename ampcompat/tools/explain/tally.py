@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ampcompat.tools.core import Optimizer, rank, was_skipped
 from ampcompat.tools.explain.messages import Message
+from ampcompat.tools.explain.misuse import warned
 from ampcompat.tools.explain.underflow import Underflow
 from ampcompat.tools.explain.verdict import Account
 
@@ -61,17 +62,16 @@ class Tally:
 
     Attributes:
         steps: Steps of all optimizers.
-        scale: What became of the loss scale at the latest skipped step, as in "came down to 128".
         has_told_unknown: Whether it was told of a lost step that its cause was not found.
         underflow: The latest step whose gradients were too small, if the latest steps were so.
     """
 
     def __init__(self) -> None:
         self.steps = 0
-        self.scale = ""
         self.has_told_unknown = False
         self.underflow: Underflow | None = None
         self._skipped: list[int] = []  # numbers of steps
+        self._scales: list[str] = []  # what became of the loss scale at each of these, as in "came down to 128"
         self._not_finite: list[int] = []
         self._found: dict[Unknown, list[tuple[int, object]]] = {}  # steps like these that are known to be lost to a key
         self._unseen: list[int] = []
@@ -84,6 +84,12 @@ class Tally:
         self.steps += 1
         if was_skipped(optimizer, skipped):
             self._skipped.append(self.steps)
+            self._scales.append("")
+
+    def scale_came_down(self, scale: str) -> None:
+        """Note to what the loss scale came down at this step, which was skipped."""
+        if self._scales:
+            self._scales[-1] = scale
 
     # -- causes ------------------------------------------------------------------------------------------------------
     def lose(self, key: object, skipped: bool) -> None:
@@ -188,7 +194,8 @@ class Tally:
             unknown=[step for step, key in self._lost_to.items() if isinstance(key, Unknown)],
             unseen=self._unseen,
             has_told_unknown=self.has_told_unknown,
-            scale=self.scale,
+            scales=self._scales,
+            warned=warned(),
             underflow="" if self.underflow is None else str(self.underflow),
         )
 

@@ -188,7 +188,7 @@ FAULTS = {
             "hint": "look at the data loader",
         },
         r"^12 of 40 steps were skipped; the cause of 1 of these is input 0 of Layer, which was not finite;"
-        r" 11 were lost while the loss scale came down to 16, which is normal\.$",
+        r" 11 were lost while the loss scale came down to 32, which is normal\.$",
         level="O2",
         batch=once(float("nan")),
         loss=lambda y: (y.float() * 300).sum(),
@@ -373,7 +373,7 @@ FAULTS = {
         model=lambda: Layer(lambda y: WrongBackward.apply(y)),
     ),
     "a static scale that is too high": Fault(
-        {"head": "A gradient of step 1 is not finite.", "hint": "loss_scale=131072 or less: without 16777216"},
+        {"head": "A gradient of step 1 is not finite.", "hint": "loss_scale='dynamic'"},
         r"^40 of 40 steps had a loss, a gradient or a weight that is not finite; the cause is .*\(a gradient\)\.$",
         level="O2",
         options={"loss_scale": 2.0**24},

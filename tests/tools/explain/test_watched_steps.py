@@ -374,3 +374,28 @@ def test_what_a_mask_takes_from_the_gradients_is_no_cause(scale, capsys):
         assert "that is normal" in verdict
     else:
         assert told[-1]["what"].startswith("linear (aten::mm) left the range of float16")
+
+
+def test_normal_skips_are_told_with_the_scale_that_they_came_down_to(capsys):
+    """The fault that comes later brings it further down."""
+    model, optimizer = started(nn.Linear(8, 8), "O2")
+    for step in range(30):
+        optimizer.zero_grad()
+        factor = float("nan") if step > 20 else 1
+        make_step(optimizer, (model(WORDS).float() * 300).sum() * factor)
+        if step == 20:
+            scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
+    verdict = last_words()[-1].head
+    assert f"were lost while the loss scale came down to {scale:g}, which is normal" in verdict
+
+
+@pytest.mark.filterwarnings("ignore:optimizer.step\\(\\) with gradients, but no scale_loss block:UserWarning")
+def test_the_verdict_repeats_what_amp_has_warned_of(capsys):
+    model, optimizer = started(nn.Linear(8, 8), "O2")
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(WORDS).float().mean().backward()
+        optimizer.step()
+    assert last_words()[-1].head == (
+        "none of 6 steps was skipped; amp has warned of steps with gradients of a backward() outside of scale_loss."
+    )
