@@ -66,6 +66,8 @@ class Setting:
 
 def hints(event: Event, setting: Setting) -> list[str]:
     """List what to do about ``event``, the cheapest cure first."""
+    if event.op == "input" and event.dtype in HALF_DTYPES and setting.casts_functions and not event.is_nan:
+        return [_do_not_cast(event, setting), "smaller inputs: normalize what goes into the model"]
     if event.op in _OF_GIVEN:
         return [_OF_GIVEN[event.op]]
     if event.op == "parameter":
@@ -117,9 +119,15 @@ def _cures(event: Event, setting: Setting) -> list[str]:
     if event.backward:
         return _too_large_backward(event, setting)
     bfloat16 = [BFLOAT16] if setting.half == "float16" else []
-    if event.made and event.place.function in CASTS and _is_of_script(event):
-        return [_cast_later(event), *bfloat16]
+    if event.place.function in CASTS and _is_of_script(event):
+        here = _do_not_cast(event, setting) if setting.casts_functions else _cast_later(event)
+        return [here, *bfloat16]
     return [*_smaller_inputs(event), *_smaller_constant(event), *_in_float32(event, setting), *bfloat16]
+
+
+def _do_not_cast(event: Event, setting: Setting) -> str:
+    cast = ".bfloat16()" if event.dtype == torch.bfloat16 else ".half()"
+    return f"do not call {cast} on it: casts of functions give {setting.half} to each that takes it"
 
 
 def _cast_later(event: Event) -> str:
@@ -273,7 +281,11 @@ def _plain(scale: float) -> str:
 
 # -- what float32 does not hold either, with the same inputs -----------------------------------------------------------
 def _undefined(event: Event, setting: Setting) -> list[str]:
-    found = [_undefined_cure(event, setting)]
+    sure = _of_few_values(event)
+    if sure:
+        return [sure]
+    cure = _undefined_cure(event, setting)
+    found = [cure] if cure else []
     if setting.half and not event.backward and not _is_written(event):
         found.append(
             f"if it is finite with --opt-level O0, {setting.half} rounded its inputs: keep in float32 what makes them"
@@ -307,7 +319,23 @@ def _undefined_cure(event: Event, setting: Setting) -> str:
         )
     if "softmax" in event.op:
         return "a row of -inf alone (everything is masked): mask with -1e4 in place of -inf"
-    return "float32 gives no finite result with these inputs either: look at the values that go in"
+    return ""
+
+
+def _of_few_values(event: Event) -> str:
+    """For what is NaN because there is nothing to compute it from."""
+    if event.backward or not event.is_nan:
+        return ""
+    if event.op in ("std", "var", "std_mean", "var_mean"):
+        return f"{event.op} of a single value is NaN: leave such a batch out (drop_last=True), or pass correction=0"
+    if event.op == "mean":
+        return "the mean of nothing is NaN: leave out a batch of which nothing is left"
+    if event.op.startswith("nll_loss"):
+        return (
+            "every label of this batch is ignore_index, or of weight 0: leave such a batch out, or divide a loss of"
+            " reduction='sum' by max(count, 1)"
+        )
+    return ""
 
 
 def _is_written(event: Event) -> bool:

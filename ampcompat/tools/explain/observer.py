@@ -291,6 +291,7 @@ class OverflowExplainer:
             self._tell(fault, f"Step {steps.seen} of {written.head}", steps.seen)
         if not steps.is_finite and self.lost_by is None:
             self.lost_by = steps.lost_to
+            self.tally.weights_lost_at = self.tally.weights_lost_at or self.tally.steps
 
     def _tell_of_old_gradients(self, optimizer: Optimizer, steps: Steps, step: str) -> None:
         fault = Fault(
@@ -535,6 +536,10 @@ def _what_forwards_show(lost: LostStep, findings: Sequence[Finding]) -> str:
             known += f" The loss scale of {lost.block.scale:g} may be too high for it: a lower one shows."
         return known
     count = len(findings)
+    if not lost.backward:
+        which = "forward was" if count == 1 else f"{count} forwards were"
+        largest = max(finding.largest for finding in findings)
+        return f" Its {which} run again and stayed finite, with results up to {largest:.3g}."
     if count == 1:
-        return f" Its forward {'and backward were' if lost.backward else 'was'} run again and stayed finite."
-    return f" Its {count} forwards{' and their backwards' if lost.backward else ''} were run again and stayed finite."
+        return " Its forward and backward were run again and stayed finite."
+    return f" Its {count} forwards and their backwards were run again and stayed finite."

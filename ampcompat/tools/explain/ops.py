@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ampcompat.tools.core import LEVELS, kept_in_float32, latest_call
+from ampcompat.tools.core import HALF_DTYPES, LEVELS, kept_in_float32, latest_call
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.growth import Grown
@@ -33,7 +33,9 @@ def op_fault(event: Event, scale: float, dynamic: bool, origin: str, growth: Gro
     was_given = event.op in (*GIVEN, ARGUMENT)
     if was_given or (is_singular(event) and not has_stable_form(event)):
         growth = None
-    details = [("pass", "backward" if event.backward else "forward"), ("largest", _largest(event))]
+    is_nan = event.value is not None and math.isnan(event.value)
+    largest = "value" if is_nan else "largest", _largest(event)
+    details = [("pass", "backward" if event.backward else "forward"), largest]
     if event.spread is not None and event.spread != event.place:
         details.append(("then", _spread(event)))
     cures = hints(event, _setting(scale, dynamic, origin, growth))
@@ -106,6 +108,8 @@ def _name(event: Event) -> str:
         return f"a cast to {dtype_name(event.dtype)}"
     if not event.backward:
         return function
+    if function in _CASTS and event.place.module == "":
+        return "a gradient that the code after the model made"
     return "a gradient" if function in _CASTS else f"the backward of {function}"
 
 
@@ -128,7 +132,9 @@ def _setting(scale: float, dynamic: bool, origin: str, growth: Grown | None) -> 
 def _what(event: Event) -> str:
     count = f"{event.not_finite} of {event.elements} values{event.rows}"
     if event.op in GIVEN:
-        return f"{event.op} {event.place.module or ''} was not finite before the forward: {count}"
+        is_half_input = event.op == "input" and event.dtype in HALF_DTYPES
+        dtype = f", which is {dtype_name(event.dtype)}," if is_half_input else ""
+        return f"{event.op} {event.place.module or ''}{dtype} was not finite before the forward: {count}"
     if event.op == ARGUMENT:
         return f"{event.given} was not finite before: {count}"
     dtype = dtype_name(event.dtype)

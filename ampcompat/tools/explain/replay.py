@@ -16,7 +16,7 @@ from ampcompat.tools.core import Args, Kwargs, map_tree, observers, tensors_in
 from ampcompat.tools.explain.forwards import Forward, as_it_was
 from ampcompat.tools.explain.places import Places
 from ampcompat.tools.explain.probe import Event, Probe
-from ampcompat.tools.tensors import is_finite
+from ampcompat.tools.tensors import is_finite, largest
 
 
 @dataclass
@@ -26,12 +26,14 @@ class Finding:
     Attributes:
         event: The fault, or None where everything stayed finite.
         entered: Whether the gradient that came into the model was not finite already.
+        largest: The largest magnitude that it returned.
         differs: Whether it has returned something else than in the run: it is not that forward that was run again.
     """
 
     event: Event | None = None
     entered: bool = False
     differs: bool = False
+    largest: float = 0.0
 
 
 def replay(forward: Forward, model: torch.nn.Module, backward: bool) -> Finding:
@@ -55,7 +57,7 @@ def replay(forward: Forward, model: torch.nn.Module, backward: bool) -> Finding:
             return Finding(differs=True)
         event = probe.origin(outputs)
         if not backward:
-            return Finding(event)
+            return Finding(event, largest=max(map(largest, outputs), default=0.0))
         pairs = received(forward, outputs)
         if not all(is_finite(grad) for _, grad in pairs):
             return Finding(event, entered=True)

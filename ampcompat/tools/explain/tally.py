@@ -62,12 +62,13 @@ class Tally:
 
     Attributes:
         steps: Steps of all optimizers.
+        weights_lost_at: The first that left weights not finite, of a loss or gradients that were not; 0: none.
         has_told_unknown: Whether it was told of a lost step that its cause was not found.
         underflow: The latest step whose gradients were too small, if the latest steps were so.
     """
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.steps = self.weights_lost_at = 0
         self.has_told_unknown = False
         self.underflow: Underflow | None = None
         self._skipped: list[int] = []  # numbers of steps
@@ -196,6 +197,7 @@ class Tally:
             has_told_unknown=self.has_told_unknown,
             scales=self._scales,
             warned=warned(),
+            weights_lost_at=self.weights_lost_at,
             underflow="" if self.underflow is None else str(self.underflow),
         )
 

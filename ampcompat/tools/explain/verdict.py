@@ -21,6 +21,7 @@ class Account:
         unseen: Those that were not looked into.
         has_told_unknown: Whether it was told that a cause was not found.
         scales: What became of the loss scale at each skipped step, as in "came down to 128"; "" where it did not.
+        weights_lost_at: The step that left weights that are not finite; 0 where none is known.
         warned: Mistakes that amp has warned of, in a few words.
         underflow: What is said of gradients that were too small; "" where none were.
     """
@@ -36,6 +37,7 @@ class Account:
     has_told_unknown: bool
     scales: list[str]
     warned: list[str]
+    weights_lost_at: int
     underflow: str
 
 
@@ -142,7 +144,9 @@ class Verdict:
         unknown = len(rest & set(self._own.unknown))
         if unknown:
             of_which = "" if unknown >= lost else f" of {unknown} of these"
-            parts.append(f"the cause{of_which} was not found")
+            at = self._own.weights_lost_at
+            since = f": weights are not finite since step {at}" if at and not self.causes else ""
+            parts.append(f"the cause{of_which} was not found{since}")
         ordinary = rest - set(self._own.unknown)
         if ordinary:
             scale = self._scale_of(ordinary)
