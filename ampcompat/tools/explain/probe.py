@@ -345,7 +345,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._born(out, event)
 
     def _reaching(self, call: Call, out: torch.Tensor, origin: Event, made: Made) -> Event:
-        """What has reached ``out``: ``origin``, or what was lost beside it later, where a mask has taken the first.
+        """What has reached ``out``: ``origin``, or a later birth in the same tensor, where a mask has taken the first.
 
         A ReLU masks the infinite gradients of what it has set to 0; others may have overflowed in a cast on the way.
         """
