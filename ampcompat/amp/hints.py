@@ -23,8 +23,8 @@ _WRITE = (
     " written by index - write target[index] = source.to(target.dtype), or make the target with dtype=source.dtype"
 )
 _MIXED = (
-    "half and float32 tensors met in one op - torch promotes neither in products and layers - cast the one that your"
-    " code made (torch.zeros, a buffer, a result in float32): x.to(other.dtype)"
+    "half and wider tensors met in one op - torch promotes neither in products and layers - cast the one that your code"
+    " made (torch.zeros, a buffer, an input that amp did not see, a result in float32 or float64): x.to(other.dtype)"
 )
 _LOSS = (
     "a loss got its input in one dtype and its target in another - it does not promote them - call it in float32:"
@@ -87,7 +87,7 @@ _HINTS: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
 #: Kinds of errors that torch raises with these texts. Texts of others are never read: ``__str__`` may be anything.
 _KINDS: Final = (RuntimeError, ValueError, TypeError)
 #: Those that a module computing in float32 does not meet.
-_OF_MODULES: Final = (_TOO_LARGE, _WRITE, _MIXED, _NO_KERNEL, _FFT)
+_OF_MODULES: Final = (_TOO_LARGE, _WRITE, _NO_KERNEL, _FFT)
 
 
 def hint_for(error: BaseException, module: str = "") -> str | None:

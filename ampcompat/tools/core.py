@@ -22,6 +22,7 @@ from ampcompat._types import ParamGroup as ParamGroup
 from ampcompat.amp.casts.contexts import CastsOff as CastsOff
 from ampcompat.amp.casts.trees import map_tree as map_tree
 from ampcompat.amp.casts.trees import tensors_in as tensors_in
+from ampcompat.amp.half.boundary import BoundaryPolicy
 from ampcompat.amp.half.devices import model_index
 from ampcompat.amp.half.forward import Args as Args
 from ampcompat.amp.half.forward import Kwargs as Kwargs
@@ -98,9 +99,15 @@ def overflowed_scalers(optimizer: Optimizer) -> list[LossScaler]:
     return list(dict.fromkeys(scaler for scaler, flag in flags if scaler is not None and bool(flag.item())))
 
 
-def has_unknown_optimizer() -> bool:
-    """Whether it was warned of an optimizer that is not under amp and steps with gradients that are not unscaled."""
-    return "unknown optimizer" in state.warned
+def has_warned_of(mistake: str) -> bool:
+    """Whether amp has warned of ``mistake``, a key of ``scaling.mistakes``."""
+    return mistake in state.warned
+
+
+def kept_in_float32() -> list[str]:
+    """Qualified names of the modules that ``keep_fp32`` keeps, in the live models."""
+    parts = [named for model in live_models() for named in model.named_modules()]
+    return [name for name, part in parts if isinstance(vars(part).get("_amp_policy"), BoundaryPolicy)]
 
 
 def has_old_gradients(optimizer: Optimizer) -> bool:

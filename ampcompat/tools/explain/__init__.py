@@ -1,8 +1,9 @@
 """Explain why steps are lost.
 
-The batch of a lost step is run again with every op looked at; where that shows nothing, the probe is put into the run
-itself, from a step to the next, until it has seen where the value that is not finite was born. A tally counts all
-steps, and the verdict says at the end what the lost ones were lost to, on which rank, or that this is not known.
+The batch of a lost step is run again with every op looked at; where that shows nothing, or the skip may be normal, the
+probe is put into the run itself, from a step to the next, until it has seen where the value that is not finite was
+born. A tally counts all steps, and the verdict says at the end what the lost ones were lost to, on which rank, or that
+this is not known.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ def explain_overflows(limit: int = LIMIT, *, stop: bool = False, json: bool = Fa
     the scale was too low for them, it says since when.
 
     While nothing overflows, references to the last batches are kept, the loss of each block is looked at, and what each
-    step wrote: two host syncs a step. After an overflow the same batch is run again (inputs, random numbers and buffers
-    as they were) with every op examined; where that stays finite, the next steps are watched as they run, 50 at most,
-    and 200 in the whole run. The message names the op, the module, the source line, how many values, their magnitude
-    against 65504, and what to do. The run that is observed stays bitwise what it would have been. apex had nothing like
-    it.
+    step wrote: two host syncs a step. After an overflow that is no normal back-off, the same batch is run again
+    (inputs, random numbers and buffers as they were) with every op examined; where that stays finite, or gives another
+    result, the next steps are watched as they run, 50 at most, and 200 in the whole run. The message names the op, the
+    module, the source line, how many values, their magnitude against 65504, and what to do. The run that is observed
+    stays bitwise what it would have been. apex had nothing like it.
 
     Where nothing skips (static scales, O0), the gradients are looked at too: one host sync more. Numbers of an
     optimizer that its half parameters' dtype does not hold (an eps of 1e-8) are named at its first step. The verdict of

@@ -11,11 +11,15 @@ from typing import NamedTuple
 import torch
 
 from ampcompat.tools.core import Args, Kwargs, LossScaler, Optimizer, numbers_of, tensors_in
+from ampcompat.tools.explain.attributes import attributes_put_back
 from ampcompat.tools.frames import script_line
 from ampcompat.tools.generators import random_state, set_random_state
+from ampcompat.tools.tensors import readable
 
 #: Buffers are copied at a forward up to so many bytes a model.
 MOST_BUFFER_BYTES = 32 * 2**20
+#: How far a result may be from the same one, computed in half in another order, of the largest.
+ROUNDING = 0.01
 
 
 class Block:
@@ -43,7 +47,8 @@ class Forward:
 
     Attributes:
         model: Weak reference to it.
-        grads: Gradients of its outputs, in their order, as the backward brought them.
+        outputs: Its outputs, and their versions when it ended.
+        grads: Gradients of those that want one, in their order, as the backward brought them.
         owners: ids of the optimizers in whose blocks the gradients came.
         block: The last of these blocks; None before.
         age: Steps since.
@@ -57,11 +62,24 @@ class Forward:
         self.weight_versions = _weight_versions(model)
         self.random = random_state(_cuda_devices(model))
         self.buffers = buffers.take()
+        self.outputs: list[tuple[torch.Tensor, int]] = []
         self.grads: list[torch.Tensor | None] = []
         self.owners: set[int] = set()
         self.block: Block | None = None
         self.age = 0
         self.called_at = script_line(sys._getframe(1))
+
+    def end(self, outputs: list[torch.Tensor]) -> None:
+        """Note what it has returned."""
+        self.outputs = [(tensor.detach(), tensor._version) for tensor in outputs if not tensor.is_inference()]
+
+    def has_returned(self, outputs: list[torch.Tensor]) -> bool:
+        """Whether ``outputs``, of running it again, are its own. One host sync an output."""
+        again = [tensor.detach() for tensor in outputs if not tensor.is_inference()]
+        pairs = zip(self.outputs, again, strict=False)
+        return len(again) == len(self.outputs) and all(
+            tensor._version != version or _is_same(tensor, one) for (tensor, version), one in pairs
+        )
 
     @property
     def is_as_it_was(self) -> bool:
@@ -69,6 +87,20 @@ class Forward:
         model = self.model()
         is_same_batch = _versions((self.args, self.kwargs)) == self.versions
         return is_same_batch and model is not None and _weight_versions(model) == self.weight_versions
+
+
+def _is_same(tensor: torch.Tensor, again: torch.Tensor) -> bool:
+    """Whether ``again`` is ``tensor``, up to what another order of sums makes."""
+    if tensor.shape != again.shape or tensor.dtype != again.dtype:
+        return False
+    if not readable(tensor) or tensor.numel() == 0:
+        return tensor.layout != torch.strided or tensor.device.type == "meta" or torch.equal(tensor, again)
+    finite = torch.isfinite(tensor)
+    if not torch.equal(finite, torch.isfinite(again)):
+        return False
+    values = tensor[finite].double()
+    difference = (values - again[finite].double()).abs()
+    return not len(values) or float(difference.max()) <= ROUNDING * float(values.abs().max())
 
 
 class BufferCopy(NamedTuple):
@@ -135,20 +167,20 @@ def _cuda_devices(model: torch.nn.Module) -> list[torch.device]:
 def as_it_was(forward: Forward, model: torch.nn.Module) -> Iterator[None]:
     """Inside: generators and buffers as at the recorded forward. Afterwards: as they were outside, bitwise.
 
-    The buffers inside are copies: a backward of the run that is still to come may need the originals unwritten.
+    The buffers inside are copies: a backward of the run that is still to come may need the originals unwritten. What
+    else modules hold is put back too.
     """
     outside = random_state([device for device, _ in forward.random.cuda])
     values = {id(copy.buffer): copy.value for copy in forward.buffers}
     copies: dict[int, torch.Tensor] = {}
     homes = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-    try:
+    with attributes_put_back(model):
         for module, name, buffer in homes:
             if id(buffer) not in copies:
                 copies[id(buffer)] = values.get(id(buffer), buffer).detach().clone()
             module._buffers[name] = copies[id(buffer)]
         set_random_state(forward.random)
-        yield
-    finally:
-        set_random_state(outside)
-        for module, name, buffer in homes:
-            module._buffers[name] = buffer
+        try:
+            yield
+        finally:
+            set_random_state(outside)

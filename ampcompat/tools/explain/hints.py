@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,6 +18,8 @@ from ampcompat.tools.tensors import LARGEST, LEAST
 _DIVISIONS = ("div", "div_", "reciprocal", "rsqrt", "pow", "true_divide")
 #: Functions of torch that are called by these names, and that casts of functions reach.
 _FUNCTIONS = ("matmul", "bmm", "mm", "baddbmm", "einsum", "exp", "pow", "sum", "mean", "norm", "cumsum", "square")
+#: Functions that O1 and O4 give half whatever they get, and that modules call.
+_CAST_TO_HALF = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 #: Functions that only change the dtype.
 CASTS = ("to", "float", "half", "bfloat16", "type")
 _MASKS = ("mul", "mul_", "add", "sub", "rsub", "masked_fill", "masked_fill_", "full", "fill_", "where", "_to_copy")
@@ -49,6 +51,7 @@ class Setting:
         dynamic: Whether an overflow brings it down.
         origin: Where a parameter that is not finite may come from, in words.
         growth: The weight that the last steps made many times larger, if any.
+        kept: Names of the modules that are kept in float32 already.
     """
 
     half: str
@@ -58,10 +61,13 @@ class Setting:
     dynamic: bool = True
     origin: str = ""
     growth: Grown | None = None
+    kept: list[str] = field(default_factory=list)
 
 
 def hints(event: Event, setting: Setting) -> list[str]:
     """List what to do about ``event``, the cheapest cure first."""
+    if event.op == "input" and event.dtype in HALF_DTYPES and setting.casts_functions and not event.is_nan:
+        return [_do_not_cast(event, setting), "smaller inputs: normalize what goes into the model"]
     if event.op in _OF_GIVEN:
         return [_OF_GIVEN[event.op]]
     if event.op == "parameter":
@@ -84,7 +90,8 @@ def is_singular(event: Event) -> bool:
     if event.backward:
         return event.node.startswith((*_ROOTS, *_ENDS))
     is_by_zero = event.op in _DIVISIONS and event.denominators > 0
-    return is_by_zero or _is_logarithm(event) or event.op in ("sqrt", "rsqrt", "acos", "asin", "acosh", "atanh")
+    is_beyond_domain = event.op in ("sqrt", "rsqrt", "acos", "asin", "acosh", "atanh")
+    return is_by_zero or is_beyond_domain or _is_written(event) or _is_logarithm(event)
 
 
 def _of_parameter(event: Event, setting: Setting) -> list[str]:
@@ -94,7 +101,7 @@ def _of_parameter(event: Event, setting: Setting) -> list[str]:
         f"its float32 master is finite and reaches {event.value:.6g}: the cast to {dtype_name(event.dtype)} lost it"
     )
     module = event.place.module.rpartition(".")[0] if event.place.module else ""
-    return [larger, *(_keep_fp32(module) if module else []), BFLOAT16]
+    return [larger, *(_keep_fp32([module], setting) if module else []), BFLOAT16]
 
 
 def _cures(event: Event, setting: Setting) -> list[str]:
@@ -112,9 +119,15 @@ def _cures(event: Event, setting: Setting) -> list[str]:
     if event.backward:
         return _too_large_backward(event, setting)
     bfloat16 = [BFLOAT16] if setting.half == "float16" else []
-    if event.made and event.place.function in CASTS and _is_of_script(event):
-        return [_cast_later(event), *bfloat16]
+    if event.place.function in CASTS and _is_of_script(event):
+        here = _do_not_cast(event, setting) if setting.casts_functions else _cast_later(event)
+        return [here, *bfloat16]
     return [*_smaller_inputs(event), *_smaller_constant(event), *_in_float32(event, setting), *bfloat16]
+
+
+def _do_not_cast(event: Event, setting: Setting) -> str:
+    cast = ".bfloat16()" if event.dtype == torch.bfloat16 else ".half()"
+    return f"do not call {cast} on it: casts of functions give {setting.half} to each that takes it"
 
 
 def _cast_later(event: Event) -> str:
@@ -199,11 +212,20 @@ def _module_in_float32(event: Event, setting: Setting) -> list[str]:
     if module and setting.casts_weights and not event.backward:
         # At the boundary the result becomes half again: what consumes it must be inside.
         module = module.rpartition(".")[0]
-    return _keep_fp32(module) if module else []
+    return _keep_fp32([module, *_consumer(event, setting)], setting) if module else []
 
 
-def _keep_fp32(module: str) -> list[str]:
-    return [f"amp.initialize(..., keep_fp32=['{module}'])   or   AMPCOMPAT_KEEP_FP32={module}"]
+def _consumer(event: Event, setting: Setting) -> list[str]:
+    """The module that would cast a result beyond half again, if that is known."""
+    spread = event.spread
+    if not event.out_of_range or event.backward or setting.casts_weights or spread is None:
+        return []
+    return [spread.module] if spread.module and spread.function in _CAST_TO_HALF else []
+
+
+def _keep_fp32(modules: list[str], setting: Setting) -> list[str]:
+    names = list(dict.fromkeys([*setting.kept, *modules]))
+    return [f"amp.initialize(..., keep_fp32={names})   or   AMPCOMPAT_KEEP_FP32={','.join(names)}"]
 
 
 def _is_of_script(event: Event) -> bool:
@@ -224,25 +246,32 @@ def _too_large_backward(event: Event, setting: Setting) -> list[str]:
     plain = max(event.value / setting.scale, event.largest_gradient or 0.0)
     if plain > LARGEST:
         return [
-            f"{smaller_loss}: even without the loss scale the gradient is {plain:.3g}",
+            f"{smaller_loss}: {_too_large_at_any_scale(plain)}",
             "clipped activations, or a lower learning rate, if gradients have grown",
             *_in_float32(event, setting),
             BFLOAT16,
         ]
     fits = 2.0 ** math.floor(math.log2(LARGEST / plain)) if plain else setting.scale
     if not setting.dynamic:
-        fits /= HEADROOM
-        return [
-            f"loss_scale={_plain(fits)} or less: without {_plain(setting.scale)}, the largest gradient is {plain:.3g};"
-            " loss_scale='dynamic' finds one",
-            *_in_float32(event, setting),
-        ]
+        found = ["loss_scale='dynamic': it finds the highest that works, and follows the gradients"]
+        if event.largest_gradient is not None:
+            found.append(
+                f"loss_scale={_plain(fits / HEADROOM)} or less: without {_plain(setting.scale)}, the largest gradient"
+                f" of this step is {plain:.3g}"
+            )
+        return [*found, *_in_float32(event, setting)]
     return [
         f"wait: without the loss scale of {_plain(setting.scale)} the gradient is {plain:.3g}, and the scale is on its"
         f" way down to {_plain(fits)}; amp.initialize(..., max_loss_scale={_plain(fits)}) starts there",
         smaller_loss,
         *_in_float32(event, setting),
     ]
+
+
+def _too_large_at_any_scale(plain: float) -> str:
+    if math.isfinite(plain):
+        return f"even without the loss scale the gradient is {plain:.3g}"
+    return "float16 does not hold the gradient without the loss scale either"
 
 
 def _plain(scale: float) -> str:
@@ -252,8 +281,12 @@ def _plain(scale: float) -> str:
 
 # -- what float32 does not hold either, with the same inputs -----------------------------------------------------------
 def _undefined(event: Event, setting: Setting) -> list[str]:
-    found = [_undefined_cure(event, setting)]
-    if setting.half and not event.backward:
+    sure = _of_few_values(event)
+    if sure:
+        return [sure]
+    cure = _undefined_cure(event, setting)
+    found = [cure] if cure else []
+    if setting.half and not event.backward and not _is_written(event):
         found.append(
             f"if it is finite with --opt-level O0, {setting.half} rounded its inputs: keep in float32 what makes them"
         )
@@ -267,6 +300,8 @@ def _undefined_cure(event: Event, setting: Setting) -> str:
         return f"the gradient of {function or 'this'} at 0 is not finite: add an eps inside, as in (... + 1e-6).sqrt()"
     if event.backward and node.startswith(_ENDS):
         return f"the gradient of {function} at the end of its range is not finite: clamp its input a little inside"
+    if _is_written(event):
+        return "this line writes a number that is not finite: look at where it comes from"
     if _is_logarithm(event):
         wide = ".float()" if event.dtype in HALF_DTYPES else ""
         return _stable_form(event) or f"the logarithm of 0 (or of less): {wide}.clamp_min(1e-6) on what goes into it"
@@ -284,7 +319,28 @@ def _undefined_cure(event: Event, setting: Setting) -> str:
         )
     if "softmax" in event.op:
         return "a row of -inf alone (everything is masked): mask with -1e4 in place of -inf"
-    return "float32 gives no finite result with these inputs either: look at the values that go in"
+    return ""
+
+
+def _of_few_values(event: Event) -> str:
+    """For what is NaN because there is nothing to compute it from."""
+    if event.backward or not event.is_nan:
+        return ""
+    if event.op in ("std", "var", "std_mean", "var_mean"):
+        return f"{event.op} of a single value is NaN: leave such a batch out (drop_last=True), or pass correction=0"
+    if event.op == "mean":
+        return "the mean of nothing is NaN: leave out a batch of which nothing is left"
+    if event.op.startswith("nll_loss"):
+        return (
+            "every label of this batch is ignore_index, or of weight 0: leave such a batch out, or divide a loss of"
+            " reduction='sum' by max(count, 1)"
+        )
+    return ""
+
+
+def _is_written(event: Event) -> bool:
+    """Whether the script wrote a NaN, or an inf, as a number of its own."""
+    return event.op == "lift_fresh" or not all(map(math.isfinite, event.scalars))
 
 
 def _is_logarithm(event: Event) -> bool:

@@ -2,7 +2,7 @@
 
 A step is lost when its loss, a gradient or a weight that it wrote is not finite, or when it is skipped. What lost it is
 asked of the watch, if that was on; otherwise its forwards are run again; and where that shows nothing, the next steps
-are watched.
+are watched. A skip that may be a normal back-off of the loss scale is looked into by the watch alone.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.forwards import Block, BufferCopies, Forward
 from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.messages import Message
+from ampcompat.tools.explain.misuse import spoiling_misuse
 from ampcompat.tools.explain.numbers import not_representable, optimizer_name
 from ampcompat.tools.explain.ops import GRADIENTS, is_too_large_unscaled, op_fault
 from ampcompat.tools.explain.probe import Event
@@ -49,8 +50,8 @@ from ampcompat.tools.tensors import is_finite
 MOST_FORWARDS, OLDEST = 16, 3
 #: Lost steps whose forwards are run again.
 MOST_RUN_AGAIN = 100
-#: Skipped steps in a row after which the next are watched, where no forward shows why they were skipped.
-MOST_SILENT_SKIPS = 3
+#: Of steps that are skipped in a row, every so-manieth is watched: a scale that comes down may be all that there is.
+SKIPS_TO_A_WATCH = 3
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,6 @@ class OverflowExplainer:
         self.buffers: weakref.WeakKeyDictionary[torch.nn.Module, BufferCopies] = weakref.WeakKeyDictionary()
         self.running: list[Forward | None] = []  # forwards that have begun; None for those that are not kept
         self.block: Block | None = None  # the one that is open
-        self.silent_skips = 0  # in a row
         self.lost_by: object = None  # the key of the fault that has left weights that are not finite
         self.too_large: Fault | None = None  # gradients too large at any loss scale, once told: weights then grow too
         self.has_seen_initialize = False
@@ -147,6 +147,7 @@ class OverflowExplainer:
         forward = self.running.pop() if self.running else None
         if forward is None:
             return
+        forward.end(tensors_in(output))
         outputs = [t for t in tensors_in(output) if t.requires_grad]
         forward.grads = [None] * len(outputs)
         for index, tensor in enumerate(outputs):
@@ -214,7 +215,8 @@ class OverflowExplainer:
         if is_skipped:
             self._look_at_skipped_step(optimizer, steps)
         else:
-            self.silent_skips = 0
+            self.tally.excuse(steps.descent)
+            steps.descent.clear()
             self._look_at_made_step(optimizer, steps)
         if steps.lost_to is not None:
             self.tally.lose(steps.lost_to, is_skipped)
@@ -234,7 +236,7 @@ class OverflowExplainer:
         name = f"of loss {scaler.loss_id} " if count_of_scalers(optimizer) > 1 else ""
         scale = _scale_of(scaler)
         if overflowed:
-            self.tally.scale = f"{name}came down to {scale:g}"
+            self.tally.scale_came_down(f"{name}came down to {scale:g}")
         if steps.lost_to is not None:
             return  # for its loss, or a gradient
         step = self._name_of_step(steps.seen, optimizer)
@@ -247,7 +249,24 @@ class OverflowExplainer:
         else:
             why = ": a gradient is not finite."
         head = f"S{step[1:]} was skipped{why}"
-        self._look_into(LostStep(head, steps.seen, [optimizer], block, _lost_gradients([optimizer]), is_fault=persists))
+        lost = LostStep(head, steps.seen, [optimizer], block, _lost_gradients([optimizer]), is_fault=persists)
+        if persists:
+            steps.descent.clear()  # that was no descent to a scale that works
+        if persists or self.watch.is_on:
+            self._look_into(lost)
+            return
+        # What makes such gradients once, and at a scale that had worked, is likely to do so again.
+        if steps.has_been_made_at(scaler):
+            self._tell_of_unknown(lost, "")
+            self.watch.arm()
+            return
+        if self.tally.is_held(GRADIENTS):
+            self._note_lost(lost, GRADIENTS)
+        else:
+            self._tell_of_unknown(lost, "")
+        steps.descent.append(self.tally.steps)
+        if steps.skips % SKIPS_TO_A_WATCH == 0:
+            self.watch.arm(1)
 
     def _look_at_made_step(self, optimizer: Optimizer, steps: Steps) -> None:
         """Tell of weights that are not finite and that the step has written, and at the first step of its numbers."""
@@ -266,11 +285,13 @@ class OverflowExplainer:
                 written = None
         if written is not None:
             growth = None if written.at_any_rate else steps.history.growth(optimizer)
-            fault = self._after_too_large(written.fault(steps.seen, growth))
+            misuse = None if written.at_any_rate else spoiling_misuse()
+            fault = self._after_too_large(written.fault(steps.seen, growth, misuse))
             steps.lost_to = self.lost_by = fault.key
             self._tell(fault, f"Step {steps.seen} of {written.head}", steps.seen)
         if not steps.is_finite and self.lost_by is None:
             self.lost_by = steps.lost_to
+            self.tally.weights_lost_at = self.tally.weights_lost_at or self.tally.steps
 
     def _tell_of_old_gradients(self, optimizer: Optimizer, steps: Steps, step: str) -> None:
         fault = Fault(
@@ -358,10 +379,7 @@ class OverflowExplainer:
                 if finding.event.op in ("input", "buffer"):
                     self.watch.arm()  # it shows what makes such an input, or writes the buffer
                 return
-        self.silent_skips += 1
-        steps = 0
-        if lost.is_fault or self.silent_skips >= MOST_SILENT_SKIPS:
-            steps = self.watch.arm()
+        steps = self.watch.arm()
         known = problem or _what_forwards_show(lost, findings)
         watched = f" The next steps, {steps} at most, are watched as they run." if steps else ""
         self._tell_of_unknown(lost, known + watched)
@@ -384,6 +402,8 @@ class OverflowExplainer:
         self._note_lost(lost, fault.key)
         if event.depends_on_scale and not lost.is_fault and not self.tally.is_known(fault.key):
             self.tally.hold(fault.key, fault.message(lost.head, lost.number), fault.cause)
+            for one in lost.optimizers:
+                self.tally.put_down(self._steps_of(one).descent, fault.key)
             return fault.key
         if event.op == "parameter":
             self.lost_by = fault.key
@@ -507,7 +527,7 @@ def _repeatable(forwards: Iterable[Forward]) -> list[tuple[Forward, torch.nn.Mod
 
 def _what_forwards_show(lost: LostStep, findings: Sequence[Finding]) -> str:
     """What is known where no forward that was run again is the cause."""
-    if not findings:
+    if not findings or any(finding.differs for finding in findings):
         return " Its forward could not be run again as it was."
     if any(finding.entered for finding in findings):
         known = " The gradient that came into the model was not finite already: the code after the model made it."
@@ -516,6 +536,10 @@ def _what_forwards_show(lost: LostStep, findings: Sequence[Finding]) -> str:
             known += f" The loss scale of {lost.block.scale:g} may be too high for it: a lower one shows."
         return known
     count = len(findings)
+    if not lost.backward:
+        which = "forward was" if count == 1 else f"{count} forwards were"
+        largest = max(finding.largest for finding in findings)
+        return f" Its {which} run again and stayed finite, with results up to {largest:.3g}."
     if count == 1:
-        return f" Its forward {'and backward were' if lost.backward else 'was'} run again and stayed finite."
-    return f" Its {count} forwards{' and their backwards' if lost.backward else ''} were run again and stayed finite."
+        return " Its forward and backward were run again and stayed finite."
+    return f" Its {count} forwards and their backwards were run again and stayed finite."

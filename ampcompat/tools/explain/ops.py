@@ -6,11 +6,12 @@ import math
 
 import torch
 
-from ampcompat.tools.core import LEVELS, has_unknown_optimizer, latest_call
+from ampcompat.tools.core import HALF_DTYPES, LEVELS, kept_in_float32, latest_call
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.hints import CASTS, Setting, has_stable_form, hints, is_module_of_torch, is_singular
+from ampcompat.tools.explain.misuse import spoiling_misuse
 from ampcompat.tools.explain.probe import ARGUMENT, GIVEN, Event
 from ampcompat.tools.tensors import LARGEST
 
@@ -32,18 +33,21 @@ def op_fault(event: Event, scale: float, dynamic: bool, origin: str, growth: Gro
     was_given = event.op in (*GIVEN, ARGUMENT)
     if was_given or (is_singular(event) and not has_stable_form(event)):
         growth = None
-    details = [("pass", "backward" if event.backward else "forward"), ("largest", _largest(event))]
+    is_nan = event.value is not None and math.isnan(event.value)
+    largest = "value" if is_nan else "largest", _largest(event)
+    details = [("pass", "backward" if event.backward else "forward"), largest]
     if event.spread is not None and event.spread != event.place:
         details.append(("then", _spread(event)))
     cures = hints(event, _setting(scale, dynamic, origin, growth))
     is_of_growth = growth is not None and not has_stable_form(event)
     cause = growth.cause if growth is not None and is_of_growth else _cause(event)
     key = _key(event, cause, is_of_growth)
-    may_be_of_unknown_optimizer = event.op not in ("input", "buffer", ARGUMENT) and not is_singular(event)
-    if may_be_of_unknown_optimizer and has_unknown_optimizer():
-        growth = None  # such steps are too long by the loss scale
-        key = cause = "steps of an optimizer that amp.initialize was not given"
-        cures = ["give amp.initialize each optimizer that steps the model, and scale_loss: it unscales their gradients"]
+    may_be_of_weights = event.op not in ("input", "buffer", ARGUMENT) and not is_singular(event)
+    misuse = spoiling_misuse() if may_be_of_weights else None
+    if misuse is not None:
+        growth = None  # such steps are longer than the script means
+        key = cause = misuse.cause
+        cures = [misuse.hint]
     return Fault(
         what=_what(event),
         where=_where(event),
@@ -104,6 +108,8 @@ def _name(event: Event) -> str:
         return f"a cast to {dtype_name(event.dtype)}"
     if not event.backward:
         return function
+    if function in _CASTS and event.place.module == "":
+        return "a gradient that the code after the model made"
     return "a gradient" if function in _CASTS else f"the backward of {function}"
 
 
@@ -119,13 +125,16 @@ def _setting(scale: float, dynamic: bool, origin: str, growth: Grown | None) -> 
         dynamic=dynamic,
         origin=origin,
         growth=growth,
+        kept=kept_in_float32(),
     )
 
 
 def _what(event: Event) -> str:
     count = f"{event.not_finite} of {event.elements} values{event.rows}"
     if event.op in GIVEN:
-        return f"{event.op} {event.place.module or ''} was not finite before the forward: {count}"
+        is_half_input = event.op == "input" and event.dtype in HALF_DTYPES
+        dtype = f", which is {dtype_name(event.dtype)}," if is_half_input else ""
+        return f"{event.op} {event.place.module or ''}{dtype} was not finite before the forward: {count}"
     if event.op == ARGUMENT:
         return f"{event.given} was not finite before: {count}"
     dtype = dtype_name(event.dtype)

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -34,6 +35,8 @@ GIVEN = ("input", "parameter", "buffer")
 ARGUMENT = "argument"
 #: What another rank has added, and what amp works with and no op has made that was seen: the cause is elsewhere.
 COLLECTIVE, UNSEEN = "collective", "unseen"
+#: Ops that change the dtype.
+CASTS = ("_to_copy", "copy_", "to")
 _COLLECTIVES = ("c10d", "_c10d_functional")
 
 #: Rows that are written out.
@@ -194,7 +197,7 @@ class Call:
         """
         if out.dtype not in HALF_DTYPES:
             return largest(out)
-        if self.name in ("_to_copy", "copy_", "to") and self.inputs:
+        if self.name in CASTS and self.inputs:
             return largest(self.inputs[-1])
         if id(out) not in self.before and any(tensor is out for tensor in self.inputs):
             return None  # what it held before is gone
@@ -213,6 +216,13 @@ class Call:
         return max((largest(t) for t in tensors_in(result)), default=None)
 
 
+class Later(NamedTuple):
+    """A second birth in one tensor: of ``event`` are those of its values that are lost and were not lost ``before``."""
+
+    event: Event
+    before: torch.Tensor
+
+
 class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context that examines the result of every op. Reads the device at each: not for a run that is well.
 
@@ -228,9 +238,11 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.places = places
         self.origins: dict[int, Event] = {}
+        self.later: dict[int, Later] = {}
         self.made: dict[int, Made] = {}
         self.events: list[Event] = []
         self.largest_gradient = 0.0
+        self._reduced: set[int] = set()  # what other ranks write into, some time after the collective was called
         self._is_paused = False
         self._process = os.getpid()  # the copies that a data loader forks are not looked at
 
@@ -283,6 +295,8 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
         call = Call(func, args, kwargs or {})
         result = func(*call.args, **call.kwargs)
+        if call.is_collective:
+            self._reduced.update(storage(tensor) for tensor in call.inputs)
         for out in tensors_in(result):
             if readable(out):
                 self._examine(call, out)
@@ -307,6 +321,8 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.origins.pop(storage(out), None)
             return
         origin = self._origin_of(call, out if is_written else None)
+        if origin is not None and node is not None:
+            origin = self._reaching(call, out, origin, made)
         if origin is not None:
             if origin.spread is None and not origin.is_nan and bool(torch.isnan(out).any()):
                 origin.spread = made.place
@@ -327,6 +343,40 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             node="" if node is None else node.name(),
         )
         self._born(out, event)
+
+    def _reaching(self, call: Call, out: torch.Tensor, origin: Event, made: Made) -> Event:
+        """What has reached ``out``: ``origin``, or a later birth in the same tensor, where a mask has taken the first.
+
+        A ReLU masks the infinite gradients of what it has set to 0; others may have overflowed in a cast on the way.
+        """
+        key = storage(out)
+        self.later.pop(key, None)
+        sources = (t for t in call.inputs if t is not out and t.shape == out.shape)
+        source = next((t for t in sources if self.origins.get(storage(t)) is origin), None)
+        if source is None:
+            return origin
+        lost = ~torch.isfinite(out)
+        later = self.later.get(storage(source))
+        if later is not None and later.before.shape == lost.shape:
+            if not bool((lost & later.before).any()):
+                return later.event
+            self.later[key] = later
+            return origin
+        was_lost = ~torch.isfinite(source)
+        is_new = lost & ~was_lost
+        if call.name in CASTS and bool(is_new.any()):
+            event = Event(
+                op=call.name,
+                place=made.place,
+                backward=True,
+                dtype=out.dtype,
+                value=largest(source[is_new]),
+                not_finite=int(is_new.sum()),
+                elements=out.numel(),
+            )
+            self.events.append(event)
+            self.later[key] = Later(event, was_lost)
+        return origin
 
     def _made(self, call: Call, out: torch.Tensor, sources: list[Made]) -> Made:
         scalars = tuple(number for number in call.numbers if number not in (0, 1))
@@ -354,8 +404,9 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if unknown is None:
             return None
         place = self.places.here()
+        op = UNSEEN if is_called_by_amp(sys._getframe()) else ARGUMENT
         event = Event(
-            op=UNSEEN if is_called_by_amp(sys._getframe()) else ARGUMENT,
+            op=COLLECTIVE if storage(unknown) in self._reduced else op,
             place=place,
             backward=_torch.current_node() is not None,
             dtype=unknown.dtype,

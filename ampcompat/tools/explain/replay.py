@@ -16,7 +16,7 @@ from ampcompat.tools.core import Args, Kwargs, map_tree, observers, tensors_in
 from ampcompat.tools.explain.forwards import Forward, as_it_was
 from ampcompat.tools.explain.places import Places
 from ampcompat.tools.explain.probe import Event, Probe
-from ampcompat.tools.tensors import is_finite
+from ampcompat.tools.tensors import is_finite, largest
 
 
 @dataclass
@@ -26,10 +26,14 @@ class Finding:
     Attributes:
         event: The fault, or None where everything stayed finite.
         entered: Whether the gradient that came into the model was not finite already.
+        largest: The largest magnitude that it returned.
+        differs: Whether it has returned something else than in the run: it is not that forward that was run again.
     """
 
     event: Event | None = None
     entered: bool = False
+    differs: bool = False
+    largest: float = 0.0
 
 
 def replay(forward: Forward, model: torch.nn.Module, backward: bool) -> Finding:
@@ -49,15 +53,17 @@ def replay(forward: Forward, model: torch.nn.Module, backward: bool) -> Finding:
         with probe:
             output = model.forward(*args, **kwargs)
         outputs = tensors_in(output)
+        if not forward.has_returned(outputs):
+            return Finding(differs=True)
         event = probe.origin(outputs)
-        if event is not None or not backward:
-            return Finding(event)
+        if not backward:
+            return Finding(event, largest=max(map(largest, outputs), default=0.0))
         pairs = received(forward, outputs)
         if not all(is_finite(grad) for _, grad in pairs):
-            return Finding(entered=True)
+            return Finding(event, entered=True)
         with probe:
             grads = run_backward(model, pairs, leaves)
-        event = probe.origin(grads)
+        event = probe.origin(grads) or event
         if event is not None and event.depends_on_scale and forward.block is not None:
             event.largest_gradient = _largest_unscaled(places, model, pairs, leaves, forward.block.scale)
     return Finding(event)

@@ -35,6 +35,8 @@ class Steps:
         last_blocks: Those since the step before, by their scalers.
         is_finite: Whether weights and state were finite when they were last looked at.
         history: How large the weights were, after each of the last steps.
+        skips: How many steps in a row were skipped, up to the last.
+        descent: Numbers, in the tally, of skips at scales that no step was made at, up to the last.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -44,7 +46,10 @@ class Steps:
         self.block: Block | None = None
         self.history = History()
         self.last_blocks: dict[LossScaler, Block] = {}
+        self.skips = 0
+        self.descent: list[int] = []
         self._has_stepped = False
+        self._made_at: dict[LossScaler, float] = {}  # the highest scales of steps that were made
         self._scales: dict[LossScaler, tuple[float, int]] = {}  # and the step that each came with
         self._look(optimizer)
 
@@ -77,10 +82,18 @@ class Steps:
         self.seen += 1
         self.back_off.add(skipped)
         self._has_stepped = True
+        self.skips = self.skips + 1 if skipped else 0
         for scaler, block in self.last_blocks.items():
             known, _ = self._scales.get(scaler, (math.nan, 0))
             if block.scale != known:
                 self._scales[scaler] = block.scale, self.seen
+            if not skipped:
+                self._made_at[scaler] = max(block.scale, self._made_at.get(scaler, 0.0))
+
+    def has_been_made_at(self, scaler: LossScaler) -> bool:
+        """Whether a step was made at a loss scale as high as that of the last block of ``scaler``."""
+        block = self.last_blocks.get(scaler)
+        return block is not None and block.scale <= self._made_at.get(scaler, 0.0)
 
     def after(self, optimizer: Optimizer) -> tuple[Written | None, Underflow | None]:
         """Look at what a step that was made has written, and at its gradients: one host sync a device.

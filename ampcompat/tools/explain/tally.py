@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ampcompat.tools.core import Optimizer, rank, was_skipped
 from ampcompat.tools.explain.messages import Message
+from ampcompat.tools.explain.misuse import warned
 from ampcompat.tools.explain.underflow import Underflow
 from ampcompat.tools.explain.verdict import Account
 
@@ -61,17 +62,17 @@ class Tally:
 
     Attributes:
         steps: Steps of all optimizers.
-        scale: What became of the loss scale at the latest skipped step, as in "came down to 128".
+        weights_lost_at: The first that left weights not finite, of a loss or gradients that were not; 0: none.
         has_told_unknown: Whether it was told of a lost step that its cause was not found.
         underflow: The latest step whose gradients were too small, if the latest steps were so.
     """
 
     def __init__(self) -> None:
-        self.steps = 0
-        self.scale = ""
+        self.steps = self.weights_lost_at = 0
         self.has_told_unknown = False
         self.underflow: Underflow | None = None
         self._skipped: list[int] = []  # numbers of steps
+        self._scales: list[str] = []  # what became of the loss scale at each of these, as in "came down to 128"
         self._not_finite: list[int] = []
         self._found: dict[Unknown, list[tuple[int, object]]] = {}  # steps like these that are known to be lost to a key
         self._unseen: list[int] = []
@@ -84,6 +85,12 @@ class Tally:
         self.steps += 1
         if was_skipped(optimizer, skipped):
             self._skipped.append(self.steps)
+            self._scales.append("")
+
+    def scale_came_down(self, scale: str) -> None:
+        """Note to what the loss scale came down at this step, which was skipped."""
+        if self._scales:
+            self._scales[-1] = scale
 
     # -- causes ------------------------------------------------------------------------------------------------------
     def lose(self, key: object, skipped: bool) -> None:
@@ -93,6 +100,18 @@ class Tally:
             self._unseen.append(self.steps)
         if not skipped:
             self._not_finite.append(self.steps)
+
+    def put_down(self, steps: list[int], key: object) -> None:
+        """Put those of ``steps`` whose cause is not known down to the fault of ``key``, to which the next was lost."""
+        for step in steps:
+            if isinstance(self._lost_to.get(step), Unknown):
+                self._lost_to[step] = key
+
+    def excuse(self, steps: list[int]) -> None:
+        """Note that the loss scale has come down in ``steps``, and nothing else: a step was made at last."""
+        for step in steps:
+            if isinstance(self._lost_to.get(step), Unknown):
+                del self._lost_to[step]
 
     def find(self, what: str, key: object, was_watched: bool) -> None:
         """Note that the fault of ``key`` has lost about this step, whose ``what`` was not finite.
@@ -121,6 +140,10 @@ class Tally:
         """Keep the explanation of what may be an ordinary back-off until that is known; ``cause`` is "" for none."""
         self._held.pop(key, None)
         self._held[key] = Held(message, cause)
+
+    def is_held(self, key: object) -> bool:
+        """Whether the explanation for ``key`` is held back."""
+        return key in self._passed
 
     def is_costly(self, key: object) -> bool:
         """Whether the fault of ``key`` is held back, and has cost more steps than an ordinary back-off does."""
@@ -172,7 +195,9 @@ class Tally:
             unknown=[step for step, key in self._lost_to.items() if isinstance(key, Unknown)],
             unseen=self._unseen,
             has_told_unknown=self.has_told_unknown,
-            scale=self.scale,
+            scales=self._scales,
+            warned=warned(),
+            weights_lost_at=self.weights_lost_at,
             underflow="" if self.underflow is None else str(self.underflow),
         )
 

@@ -20,7 +20,9 @@ class Account:
         unknown: Those whose cause was not found.
         unseen: Those that were not looked into.
         has_told_unknown: Whether it was told that a cause was not found.
-        scale: What became of the loss scale, as in "came down to 128".
+        scales: What became of the loss scale at each skipped step, as in "came down to 128"; "" where it did not.
+        weights_lost_at: The step that left weights that are not finite; 0 where none is known.
+        warned: Mistakes that amp has warned of, in a few words.
         underflow: What is said of gradients that were too small; "" where none were.
     """
 
@@ -33,7 +35,9 @@ class Account:
     unknown: list[int]
     unseen: list[int]
     has_told_unknown: bool
-    scale: str
+    scales: list[str]
+    warned: list[str]
+    weights_lost_at: int
     underflow: str
 
 
@@ -84,7 +88,7 @@ class Verdict:
     def __str__(self) -> str:
         own = self._own
         if self._is_ordinary:
-            said = f"{self._counts()} while the loss scale {own.scale}: that is normal"
+            said = f"{self._counts()} while the loss scale {self._scale_of(self._lost)}: that is normal"
         elif self._lost:
             said = f"{self._counts()}; {'; '.join(self._parts())}"
         elif self.causes:
@@ -94,6 +98,9 @@ class Verdict:
         if self.ranks < self._all_ranks:
             of_whom = "this rank" if self.ranks == 1 else f"{self.ranks} of {self._all_ranks} ranks"
             said = f"On {of_whom}, {said}"
+        other = [one for one in own.warned if all(one != cause.text for cause in self.causes)]
+        if other:
+            said += f"; amp has warned of {', and of '.join(other)}"
         return f"{said}, but {own.underflow}." if own.underflow else f"{said}."
 
     @property
@@ -101,6 +108,12 @@ class Verdict:
         """Whether an ordinary back-off of the scale is all that there was, on every rank."""
         is_known = not self.not_finite and not self.causes and not self._is_mostly_skipped
         return is_known and bool(self.skipped) and not self._has_told_unknown
+
+    def _scale_of(self, steps: set[int]) -> str:
+        """What had become of the loss scale at the last of ``steps``."""
+        own = self._own
+        found = [scale for step, scale in zip(own.skipped, own.scales, strict=True) if step in steps and scale]
+        return found[-1] if found else "came down"
 
     def _counts(self) -> str:
         steps = f"{self._own.steps} step{'s' if self._own.steps > 1 else ''}"
@@ -131,10 +144,13 @@ class Verdict:
         unknown = len(rest & set(self._own.unknown))
         if unknown:
             of_which = "" if unknown >= lost else f" of {unknown} of these"
-            parts.append(f"the cause{of_which} was not found")
-        ordinary = len(rest) - unknown
+            at = self._own.weights_lost_at
+            since = f": weights are not finite since step {at}" if at and not self.causes else ""
+            parts.append(f"the cause{of_which} was not found{since}")
+        ordinary = rest - set(self._own.unknown)
         if ordinary:
-            parts.append(f"{ordinary} {_were(ordinary)} lost while the loss scale {self._own.scale}, which is normal")
+            scale = self._scale_of(ordinary)
+            parts.append(f"{len(ordinary)} {_were(len(ordinary))} lost while the loss scale {scale}, which is normal")
         unseen = len(self._lost & set(self._own.unseen))
         if unseen:
             parts.append(f"{unseen} of these {_were(unseen)} not looked into")

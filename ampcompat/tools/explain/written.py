@@ -14,6 +14,7 @@ from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.growth import Grown, name_of
 from ampcompat.tools.explain.hints import BFLOAT16
+from ampcompat.tools.explain.misuse import Misuse
 from ampcompat.tools.explain.numbers import MASTERS, Number, not_representable, optimizer_name
 from ampcompat.tools.tensors import LARGEST, count_not_finite, is_finite, largest, readable
 
@@ -49,8 +50,14 @@ class Written:
         """What the step has left."""
         return f"{optimizer_name(self.optimizer)} left {'state' if self.state else 'a weight'} that is not finite."
 
-    def fault(self, step: int, growth: Grown | None) -> Fault:
-        """What is told of it; ``growth`` is the weight that the last steps made many times larger, if any."""
+    def fault(self, step: int, growth: Grown | None, misuse: Misuse | None) -> Fault:
+        """What is told of it.
+
+        Args:
+            step: The number of the step.
+            growth: The weight that the last steps made many times larger, if any.
+            misuse: What amp has warned of and may have spoiled the weights, if anything.
+        """
         optimizer = optimizer_name(self.optimizer)
         parameter = name_of(self.param)
         of_what = parameter or f"a parameter of group {self.group}"
@@ -58,9 +65,13 @@ class Written:
         dtype = dtype_name(self.tensor.dtype)
         lost = count_not_finite(self.tensor)
         hints = self.hints
+        if misuse is not None:
+            growth, hints = None, [misuse.hint]
         if growth is not None:
             hints = [growth.hint, *(hint for hint in hints if not hint.startswith("a lower learning rate"))]
         cause = f"step {step} of {optimizer}, which left {name} not finite" if growth is None else growth.cause
+        if misuse is not None:
+            cause = misuse.cause
         return Fault(
             what=f"{name} ({dtype}): {lost} of {self.tensor.numel()} elements are not finite",
             where=f"group {self.group} of {optimizer}",

@@ -47,7 +47,7 @@ class Layers(nn.Module):
 # -- scripts: ``cure`` is None, or what the first hint has captured ----------------------------------------------------
 def static_scale(cure):
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
-    train(model, "O2", lambda m: cross_entropy(m, 200.0), loss_scale=2.0**17 if cure is None else float(cure[1]))
+    train(model, "O2", lambda m: cross_entropy(m, 200.0), loss_scale=2.0**17 if cure is None else cure[1])
 
 
 def half_too_early(cure):
@@ -163,6 +163,30 @@ def layer_beyond_float16(cure):
     train(model, "O1", **({} if cure is None else {"keep_fp32": cure[1]}))
 
 
+def layers_beyond_float16(cure):
+    """The result of the second is beyond half, so that the third cannot take it: both are named."""
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4), nn.LayerNorm(4))
+    with torch.no_grad():
+        model[0].weight.normal_(0, 100.0)
+        model[2].weight.normal_(0, 100.0)
+    train(model, "O1", **({} if cure is None else {"keep_fp32": eval(cure[1])}))
+
+
+def gradients_edited_at_o2(cure):
+    """Those of the model are scaled, and the masters are stepped with others."""
+    model = Layers(F.relu)
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=50.0), opt_level="O2", loss_scale="dynamic", verbosity=0
+    )
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        with amp.scale_loss(cross_entropy(model) * 100, optimizer) as scaled:
+            scaled.backward()
+        for param in model.parameters() if cure is None else amp.master_params(optimizer):
+            param.grad.mul_(1e-5)
+        optimizer.step()
+
+
 def squares(cure):
     def mean_square(y):
         return (y * 1000 if cure is None else (y * 1000).float()).pow(2).mean(-1)
@@ -171,7 +195,7 @@ def squares(cure):
 
 
 CURES = {
-    static_scale: r"loss_scale=(\d+) or less",
+    static_scale: r"loss_scale='(dynamic)'",
     half_too_early: r"cast it where it is small again: half\(\) after what makes it smaller; here it reaches",
     vae_in_half: r"\.float\(\) on what goes into exp, and \.half\(\) on what comes of it",
     vae_beyond_float32: r"\.clamp\(max=(\d+)\) on what goes into it",
@@ -185,6 +209,8 @@ CURES = {
     log_of_zero: r"\.clamp_min\((\S+)\) on what goes into it",
     adams_eps: r"pass eps=(\S+) to Adam",
     layer_beyond_float16: r"keep_fp32=\['(\S+)'\]",
+    layers_beyond_float16: r"keep_fp32=(\['2', '4'\])",
+    gradients_edited_at_o2: r"clip or scale the gradients of amp\.master_params\(optimizer\)",
     squares: r"\.float\(\) on what goes into pow",
 }
 
@@ -202,6 +228,7 @@ def explained(script, cure):
 
 
 @pytest.mark.on_cpu
+@pytest.mark.filterwarnings("ignore:Gradients of the model's half parameters changed:UserWarning")
 @pytest.mark.filterwarnings("ignore:SGD.step\\(\\) with gradients that a scale_loss block has left:UserWarning")
 @pytest.mark.parametrize("script", CURES, ids=lambda script: script.__name__)
 def test_the_first_hint_works(script, capsys):

@@ -445,11 +445,13 @@ def test_the_scale_that_is_named_is_that_of_the_loss():
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", num_losses=2, verbosity=0)
     amp._amp_state.loss_scalers[1]._loss_scale = 2.0**20
     explain_overflows()
-    for loss_id in (0, 1):
-        with amp.scale_loss(model(torch.randn(4, 8)).sum() * 0.05, optimizer, loss_id=loss_id) as scaled:
-            scaled.backward()
-    optimizer.step()
-    assert "without the loss scale of 1048576 the gradient is" in last_words()[0].text()
+    for _ in range(4):
+        optimizer.zero_grad()
+        for loss_id in (0, 1):
+            with amp.scale_loss(model(torch.randn(4, 8)).sum(), optimizer, loss_id=loss_id) as scaled:
+                scaled.backward()
+        optimizer.step()
+    assert "without the loss scale of 131072 the gradient is" in last_words()[0].text()
 
 
 def test_a_lost_weight_is_not_told_as_a_fault_of_its_own(capsys):

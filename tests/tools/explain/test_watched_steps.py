@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from amp_training import initialized, last_words, make_step
+from amp_training import initialized, last_words, make_step, reset
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -232,7 +232,7 @@ def test_steps_are_watched_in_bounds(monkeypatch):
     monkeypatch.setattr("ampcompat.tools.explain.watch.MOST_STEPS", 3)
     monkeypatch.setattr("ampcompat.tools.explain.observer.MOST_RUN_AGAIN", 3)
     model, optimizer = started(nn.Linear(8, 8))
-    for _ in range(12):
+    for _ in range(30):
         optimizer.zero_grad()
         loss = model(WORDS).float().mean()
         with amp.scale_loss(loss, optimizer) as scaled:
@@ -240,10 +240,162 @@ def test_steps_are_watched_in_bounds(monkeypatch):
             numpy_of(model.weight.grad)[0] = float("nan")  # no op of torch's
         optimizer.step()
     verdict = last_words()[-1]
-    assert verdict.content["skipped"] == 12
+    assert verdict.content["skipped"] == 30
     assert "the cause was not found" in verdict.head
     assert "were not looked into" in verdict.head
 
 
 def numpy_of(tensor):
     return tensor.detach().numpy()
+
+
+class Scaled(nn.Module):
+    """Divides by what falls from call to call, as a temperature that is annealed."""
+
+    def __init__(self, zero_at=20):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.calls = 0
+        self.zero_at = zero_at
+        self.seen = []
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(self.calls)
+        return self.fc(x) / (max(self.zero_at - self.calls, 0) / self.zero_at)  # here
+
+
+class Normed(nn.Module):
+    """Has what a forward changes: running statistics, an average that is no buffer, random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
+        self.average = torch.zeros(8)
+        self.calls = 0
+
+    def forward(self, x):
+        h = self.drop(self.norm(self.fc(x)))
+        self.average.mul_(0.9).add_(h.detach().float().mean(0), alpha=0.1)
+        self.calls += 1
+        return h * (1 + self.average) * (1e9 if self.calls % 7 == 0 else 1)
+
+
+@pytest.mark.parametrize("make", [Scaled, Normed], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("scale", ["dynamic", 1.0])
+def test_the_run_stays_what_it_would_have_been(make, scale, capsys):
+    """Some first steps are skipped, and some losses are not finite."""
+
+    def losses(is_explained):
+        torch.manual_seed(0)
+        model, optimizer = initialized(make(), "O1", lr=1e-2, loss_scale=scale)
+        if is_explained:
+            explain_overflows()
+        seen = []
+        for step in range(30):
+            optimizer.zero_grad()
+            loss = model(WORDS * (1 if step else 1e9)).float().pow(2).mean() * 50
+            make_step(optimizer, loss)
+            seen.append(loss.item())
+        reset()
+        return torch.tensor(seen), vars(model).get("seen"), model.calls
+
+    explained, plain = losses(True), losses(False)
+    torch.testing.assert_close(explained[0], plain[0], rtol=0, atol=0, equal_nan=True)
+    assert explained[1:] == plain[1:]
+
+
+def test_what_falls_from_call_to_call_is_found_where_it_is_zero(capsys):
+    """Steps that are skipped before take no call from it."""
+    model, optimizer = started(Scaled())
+    for _ in range(24):
+        optimizer.zero_grad()
+        make_step(optimizer, model(WORDS).float().pow(2).mean() * 50)
+    told = explanations(capsys.readouterr().err)
+    assert told[-1]["head"].startswith("The loss of step 20 is"), told
+    assert told[-1]["line"].endswith("# here")
+
+
+def test_a_forward_that_went_otherwise_is_not_reported(capsys):
+    """Run again, it is the next call: its result is another."""
+    model, optimizer = started(Scaled(zero_at=7), loss_scale=1.0)
+    for step in range(5):
+        optimizer.zero_grad()
+        make_step(optimizer, model(WORDS).float().mean() * (float("inf") if step == 4 else 1))
+    told = explanations(capsys.readouterr().err)
+    assert "could not be run again as it was" in told[0]["head"]
+
+
+def test_a_backward_that_is_not_finite_now_and_then(capsys):
+    """At a scale at which steps were made, such a skip is looked into: by the watch."""
+    model, optimizer = started(nn.Linear(8, 8))
+    for step in range(40):
+        optimizer.zero_grad()
+        y = model(WORDS).float() * (0 if step % 11 == 10 else 1)
+        make_step(optimizer, y.pow(2).sum(1).sqrt().mean() * 1e-2)  # here
+    told = explanations(capsys.readouterr().err)
+    assert told[-1]["line"].endswith("# here")
+    assert "3 of 40 steps were skipped; the cause is" in last_words()[-1].head
+
+
+class SafeLog(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.log(x.float().clamp(min=1e-3))
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return (grad / x.float()).to(x.dtype)
+
+
+@pytest.mark.parametrize("scale", ["dynamic", 2.0**16])
+def test_what_a_mask_takes_from_the_gradients_is_no_cause(scale, capsys):
+    """The backward of a ReLU leaves out where its result is 0, and there the division is by 0."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 32), nn.Linear(32, 4)
+
+        def forward(self, x):
+            return self.b(SafeLog.apply(torch.relu(self.a(x))))
+
+    model, optimizer = started(Net(), loss_scale=scale)
+    for step in range(30):
+        optimizer.zero_grad()
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+        make_step(optimizer, model(x).float().pow(2).mean() * 0.1)
+    told = explanations(capsys.readouterr().err)
+    verdict = last_words()[-1].head
+    if scale == "dynamic":
+        assert told == []
+        assert "that is normal" in verdict
+    else:
+        assert told[-1]["what"].startswith("linear (aten::mm) left the range of float16")
+
+
+def test_normal_skips_are_told_with_the_scale_that_they_came_down_to(capsys):
+    """The fault that comes later brings it further down."""
+    model, optimizer = started(nn.Linear(8, 8), "O2")
+    for step in range(30):
+        optimizer.zero_grad()
+        factor = float("nan") if step > 20 else 1
+        make_step(optimizer, (model(WORDS).float() * 300).sum() * factor)
+        if step == 20:
+            scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
+    verdict = last_words()[-1].head
+    assert f"were lost while the loss scale came down to {scale:g}, which is normal" in verdict
+
+
+@pytest.mark.filterwarnings("ignore:optimizer.step\\(\\) with gradients, but no scale_loss block:UserWarning")
+def test_the_verdict_repeats_what_amp_has_warned_of(capsys):
+    model, optimizer = started(nn.Linear(8, 8), "O2")
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(WORDS).float().mean().backward()
+        optimizer.step()
+    assert last_words()[-1].head == (
+        "none of 6 steps was skipped; amp has warned of steps with gradients of a backward() outside of scale_loss."
+    )
