@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from amp_training import explainer, initialized, last_words, make_step, reset
 from internals import observers
+from packaging.version import Version
 from torch import nn
 
 from ampcompat import amp
+from ampcompat._torch import TORCH
 from ampcompat.amp import observers as amp_observers
 from ampcompat.tools.explain import explain_overflows, replay
 from ampcompat.tools.explain.observer import MOST_FORWARDS
@@ -464,6 +466,7 @@ def test_a_lost_weight_is_not_told_as_a_fault_of_its_own(capsys):
     assert out.count("ampcompat explain: ") == 1
 
 
+@pytest.mark.skipif(Version("2.5") > TORCH, reason="torch 2.4 runs compiled code while it is watched: aten's names")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler's own
 def test_a_compiled_model_is_watched(capsys):
     """It cannot be run again; torch runs it uncompiled where a mode wants to see its ops."""
