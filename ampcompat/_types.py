@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, MutableMapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypedDict
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypedDict
 
 import torch
-
-if TYPE_CHECKING:
-    from ampcompat.amp.scaling.optimizer_state import OptimizerState
 
 
 class HalfDtype(NamedTuple):
@@ -60,8 +57,6 @@ class Optimizer(Protocol):
     """Type what amp needs of an optimizer (torch's own, or a wrapper as LARC), and what it sets on one."""
 
     param_groups: list[dict[str, Any]]
-    _amp_stash: OptimizerState  # while it is under amp
-    _amp_follow_step: Callable[[], None]
     _amp_wrapped: bool  # for good: the wrappers of its methods stay
     _amp_stepping: bool  # while an optimizer that steps by another is stepping
     _opt_called: bool  # LR schedulers ask it whether there was a step

@@ -20,7 +20,7 @@ from ampcompat.amp.half.record import masters_of as masters_of
 from ampcompat.amp.misuse import watch
 from ampcompat.amp.misuse.watch import Watch
 from ampcompat.amp.observers import observer_state
-from ampcompat.amp.scaling.gradients import block_state
+from ampcompat.amp.scaling.open_blocks import block_state, open_block_of
 from ampcompat.amp.scaling.session import call_state
 
 
@@ -113,7 +113,7 @@ def float32_masters(optimizer):
 
 def is_in_block(optimizer):
     """Whether a ``scale_loss`` block of ``optimizer`` is open."""
-    return optimizer._amp_stash.in_block
+    return open_block_of(optimizer._amp_stash.leaves) is not None
 
 
 def skipped_as_far_as_known(optimizer):

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 
 from ampcompat._types import HALF_DTYPES
-from ampcompat.amp.scaling.gradients import open_block_of
+from ampcompat.amp.scaling.open_blocks import open_block_of
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
 
 __all__ = ["AmpOptimizerState", "post_backward_models_are_masters"]

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 from ampcompat import _torch
-from ampcompat._types import HALF_DTYPES, Optimizer, is_optimizer
+from ampcompat._types import HALF_DTYPES, is_optimizer
 from ampcompat.amp._amp_state import view_state
 from ampcompat.amp.half.record import record_of
 from ampcompat.amp.levels import LEVELS
+from ampcompat.amp.scaling.open_blocks import open_block_of
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState
 
 
 def refuse_other_level(enabled: object, opt_level: object) -> None:
@@ -142,7 +144,7 @@ def _why_unsupported(param: torch.nn.Parameter, is_half_already: bool) -> str | 
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
-def as_optimizers(optimizers: object) -> list[Optimizer]:
+def as_optimizers(optimizers: object) -> list[AmpOptimizer]:
     """Return ``optimizers`` as a list (None: empty), each checked to be an optimizer or to look like one."""
     wanted = (
         "an optimizer - optimizers must be a torch.optim.Optimizer (or a wrapper with its methods, as LARC), or a list"
@@ -159,7 +161,7 @@ def as_optimizers(optimizers: object) -> list[Optimizer]:
 
 def _refuse_in_block(optimizer: Any) -> None:
     stash = getattr(optimizer, "_amp_stash", None)
-    if getattr(stash, "in_block", False):
+    if isinstance(stash, OptimizerState) and open_block_of(stash.leaves) is not None:
         raise RuntimeError(
             f"amp.initialize inside a scale_loss block of this {type(optimizer).__name__} - its gradients are still"
             " multiplied by the loss scale - close the block first."

@@ -12,7 +12,7 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._log import say, say_once
-from ampcompat._types import HALF_DTYPES, Optimizer, Options
+from ampcompat._types import HALF_DTYPES, Options
 from ampcompat.amp import arguments
 from ampcompat.amp._amp_state import view_state
 from ampcompat.amp._process_optimizer import AmpOptimizerState
@@ -35,8 +35,9 @@ from ampcompat.amp.scaling import attachment, checkpoint
 from ampcompat.amp.scaling.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.scaling.clearing import watch_modules
 from ampcompat.amp.scaling.exchange import model_tensor
+from ampcompat.amp.scaling.groups import calls_shown, follow_groups, scalers_shown
 from ampcompat.amp.scaling.optimizer_index import optimizer_index
-from ampcompat.amp.scaling.optimizer_state import calls_shown, follow_groups, scalers_shown
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session, call_state
 from ampcompat.amp.session_casts import begin_casts, release_casts
@@ -203,7 +204,7 @@ class _Objects:
     """
 
     models: Modules
-    optimizers: list[Optimizer]
+    optimizers: list[AmpOptimizer]
     kept: Modules = field(default_factory=list)
     changes: list[fsdp.Change] = field(default_factory=list)
     has_scripted: bool = False
@@ -240,7 +241,7 @@ def _models_under_amp(models: object) -> Modules:
     return list(under_amp)
 
 
-def _collect_unused(models: Modules, given: list[Optimizer]) -> None:
+def _collect_unused(models: Modules, given: list[AmpOptimizer]) -> None:
     """Collect dropped optimizers; their bound methods make them reference cycles.
 
     Otherwise they would be refused, or shared gradients would wait for their steps.
@@ -249,14 +250,14 @@ def _collect_unused(models: Modules, given: list[Optimizer]) -> None:
         gc.collect()
 
 
-def _share_with_others(models: Modules, given: list[Optimizer]) -> bool:
+def _share_with_others(models: Modules, given: list[AmpOptimizer]) -> bool:
     """Whether an optimizer under amp that is not ``given`` holds a tensor of ``models`` or of a given optimizer."""
     held = _ids_in(models).union(*map(_ids_held_by, given))
     others = [other for other in optimizer_index.listed() if not any(other is one for one in given)]
     return any(not held.isdisjoint(_ids_held_by(other)) for other in others)
 
 
-def _refuse_to_leave(models: Modules, given: list[Optimizer], policy: ModelPolicy) -> None:
+def _refuse_to_leave(models: Modules, given: list[AmpOptimizer], policy: ModelPolicy) -> None:
     """Refuse to change a model's level without an optimizer under amp that holds its tensors.
 
     Left behind, it would step half weights without masters, masters of float32 weights, or gradients of an unscaled
@@ -275,7 +276,7 @@ def _refuse_to_leave(models: Modules, given: list[Optimizer], policy: ModelPolic
         )
 
 
-def _would_be_left(optimizer: Optimizer, given: list[Optimizer], policy: ModelPolicy) -> bool:
+def _would_be_left(optimizer: AmpOptimizer, given: list[AmpOptimizer], policy: ModelPolicy) -> bool:
     """Whether ``optimizer`` is not given to this call, and steps otherwise than optimizers under ``policy`` do."""
     if any(optimizer is other for other in given):
         return False
@@ -296,7 +297,7 @@ def _ids_in(models: Modules) -> set[int]:
     return {id(param) for model in models for part in model.modules() for param in part._parameters.values()}
 
 
-def _ids_held_by(optimizer: Optimizer) -> set[int]:
+def _ids_held_by(optimizer: AmpOptimizer) -> set[int]:
     """Ids of the model's tensors that ``optimizer`` holds, or holds the masters of."""
     return {id(model_tensor(param)) for group in optimizer.param_groups for param in group["params"]}
 
@@ -414,7 +415,7 @@ def _hold_one_another(models: Modules) -> bool:
     return any(model in below for model in models)
 
 
-def _release_optimizer(optimizer: Optimizer) -> None:
+def _release_optimizer(optimizer: AmpOptimizer) -> None:
     """Take ``optimizer`` out of amp, if it is under it; ``scale_loss`` does nothing with it from now on."""
     if "_amp_stash" in vars(optimizer):
         attachment.detach(optimizer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -17,7 +17,6 @@ from ampcompat._log import rank as rank
 from ampcompat._log import say as say
 from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES as HALF_DTYPES
-from ampcompat._types import Optimizer as Optimizer
 from ampcompat._types import ParamGroup as ParamGroup
 from ampcompat.amp.casts.contexts import CastsOff as CastsOff
 from ampcompat.amp.casts.trees import map_tree as map_tree
@@ -34,9 +33,12 @@ from ampcompat.amp.observers import notify as notify
 from ampcompat.amp.observers import observers as observers
 from ampcompat.amp.observers import observing as observing
 from ampcompat.amp.scaling import optimizer as _optimizer
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer
 from ampcompat.amp.scaling.scaler import LossScaler as LossScaler
 from ampcompat.amp.scaling.session import call_state
 from ampcompat.amp.scaling.steps import flags_of
+
+Optimizer: TypeAlias = AmpOptimizer
 
 
 # -- the latest call of initialize -------------------------------------------------------------------------------------

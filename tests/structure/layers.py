@@ -42,7 +42,6 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
     ),
     "scaling": (
         *(
-            "optimizer_index",
             "mistakes",
             "loss_scale",
             "scaler",
@@ -50,10 +49,13 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
             "adapter",
             "gradients",
             "exchange",
+            "optimizer_state",
+            "optimizer_index",
+            "open_blocks",
             "unscaling",
         ),
         *(
-            "optimizer_state",
+            "groups",
             "unreduced",
             "clearing",
             "steps",

@@ -9,8 +9,6 @@ from layers import FACADE_MAY_IMPORT, LAYERS, ORDER, layered_name
 
 from ampcompat import amp
 
-#: It describes optimizers, and what amp keeps at each is of a type above it.
-NAMES_TYPES_ABOVE = "_types"
 LEVEL = {name: index for index, layer in enumerate(LAYERS) for name in layer}
 
 
@@ -34,8 +32,6 @@ def test_modules_import_lower_layers_only():
     for one in imports():
         source, target = layered_name(one.source), layered_name(one.target)
         if None in (source, target) or source == target:
-            continue
-        if source == NAMES_TYPES_ABOVE and one.kind == "for types":
             continue
         if LEVEL[target] >= LEVEL[source]:
             upward.append(described(one))

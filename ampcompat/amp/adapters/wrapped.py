@@ -18,10 +18,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ampcompat import _torch
-from ampcompat._types import HALF_DTYPES, Optimizer
+from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.properties import Properties
 from ampcompat.amp.scaling.exchange import inner_optimizers
 from ampcompat.amp.scaling.optimizer import step
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer
 
 
 def holds_optimizers(optimizer: object) -> bool:
@@ -82,7 +83,7 @@ def wrap(optimizer: Any) -> None:
         optimizer.step = types.MethodType(_noting_step(optimizer.step), optimizer)
 
 
-def _param_lists(optimizer: Optimizer) -> set[int]:
+def _param_lists(optimizer: AmpOptimizer) -> set[int]:
     """The ids of the lists of params in ``optimizer``'s groups."""
     return {id(group["params"]) for group in optimizer.param_groups}
 
@@ -101,7 +102,7 @@ def _noting_step(original: Callable[..., Any]) -> Callable[..., Any]:
     return stepping
 
 
-def _step_as_outer(outer_ref: weakref.ref[Optimizer], original: Callable[..., Any]) -> Callable[..., Any]:
+def _step_as_outer(outer_ref: weakref.ref[AmpOptimizer], original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``original``, the step of an inner optimizer, to step the outer one when it is called past that."""
 
     @functools.wraps(getattr(original, "__func__", original))

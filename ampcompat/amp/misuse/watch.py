@@ -13,15 +13,14 @@ from torch.utils.hooks import RemovableHandle
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import Master, half_written
 from ampcompat.amp.misuse.half_gradients import HalfGradients
 from ampcompat.amp.misuse.unknown_optimizers import Gradients, ScaledForNone
 from ampcompat.amp.observers import observer_state
-from ampcompat.amp.scaling.gradients import OpenBlock
 from ampcompat.amp.scaling.mistakes import warn_of
+from ampcompat.amp.scaling.open_blocks import OpenBlock, is_in_block
 from ampcompat.amp.scaling.optimizer_index import optimizer_index
-from ampcompat.amp.scaling.optimizer_state import OptimizerState
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState
 
 #: How many blocks are watched for each loss: a hook on the loss takes a tenth of a millisecond of a backward pass.
 WATCHED = 16
@@ -50,7 +49,7 @@ def _watches() -> list[Watch]:
 class _Bystander(NamedTuple):
     """A gradient that waits for the step of another optimizer while a block is open, and its version before."""
 
-    optimizer: Optimizer
+    optimizer: AmpOptimizer
     param: torch.Tensor
     grad: torch.Tensor
     version: int
@@ -131,14 +130,14 @@ class Watch:
 
     def __init__(self) -> None:
         self.blocks_left = 0
-        self._records: weakref.WeakKeyDictionary[Optimizer, _Record] = weakref.WeakKeyDictionary()
+        self._records: weakref.WeakKeyDictionary[AmpOptimizer, _Record] = weakref.WeakKeyDictionary()
         self._expected: dict[OpenBlock, _Expected] = {}
         self._scaled_for_none = ScaledForNone()
         self._hooks = ExitStack()
         _torch.call_before_steps(self._scaled_for_none.look, self._hooks)
         state.undo.callback(self._hooks.close)
 
-    def _record_of(self, optimizer: Optimizer) -> _Record:
+    def _record_of(self, optimizer: AmpOptimizer) -> _Record:
         return self._records.setdefault(optimizer, _Record())
 
     # -- a block -------------------------------------------------------------------------------------------------------
@@ -168,7 +167,7 @@ class Watch:
         for other in optimizer_index.listed():
             leaves = other._amp_stash.leaves
             waits = other not in block.optimizers and self._record_of(other).had_gradients
-            if not waits or block.overlaps(leaves) or other._amp_stash.in_block:
+            if not waits or block.overlaps(leaves) or is_in_block(other):
                 continue
             param = next((param for param in leaves.masterless if param.grad is not None), None)
             if param is not None and param.grad is not None:
@@ -196,11 +195,11 @@ class Watch:
             record.had_gradients = record.had_gradients or block.has_new_grads
             record.half_gradients.remember(optimizer._amp_stash.leaves.masters)
 
-    def on_unscaled_by_script(self, optimizer: Optimizer) -> None:
+    def on_unscaled_by_script(self, optimizer: AmpOptimizer) -> None:
         """Note that a script has unscaled gradients of ``optimizer`` itself."""
         self._note_gradients(optimizer)
 
-    def _note_gradients(self, optimizer: Optimizer) -> None:
+    def _note_gradients(self, optimizer: AmpOptimizer) -> None:
         """Note that ``optimizer`` had a block since its last step, and got gradients."""
         record = self._record_of(optimizer)
         record.had_block = True
@@ -231,7 +230,7 @@ class Watch:
         for record in self._records.values():
             record.end_hook()
 
-    def on_master_params(self, optimizer: Optimizer) -> None:
+    def on_master_params(self, optimizer: AmpOptimizer) -> None:
         """Note that a script may write gradients of its own to the masters of ``optimizer``."""
         record = self._record_of(optimizer)
         if record.had_block or record.is_new(_gradients_in(optimizer)):
@@ -241,7 +240,7 @@ class Watch:
             record.follow_backward(leaf)
 
     # -- a step --------------------------------------------------------------------------------------------------------
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: AmpOptimizer) -> None:
         """Look at the gradients that ``optimizer`` is about to step with."""
         stash: OptimizerState = optimizer._amp_stash
         record = self._record_of(optimizer)
@@ -259,7 +258,7 @@ class Watch:
         if record.writes_own:  # a script may keep the list of masters
             self.on_master_params(optimizer)
 
-    def on_step(self, optimizer: Optimizer, skipped: bool | None) -> None:
+    def on_step(self, optimizer: AmpOptimizer, skipped: bool | None) -> None:
         """End the watch with the first step after the last block."""
         if not self.blocks_left:
             self.end()
@@ -270,7 +269,7 @@ class Watch:
             warn_of("half weights written in a step")
 
 
-def _gradients_in(optimizer: Optimizer) -> list[torch.Tensor]:
+def _gradients_in(optimizer: AmpOptimizer) -> list[torch.Tensor]:
     """The gradients in the model that belong to ``optimizer``."""
     return [leaf.grad for leaf in optimizer._amp_stash.leaves.tensors() if leaf.grad is not None]
 

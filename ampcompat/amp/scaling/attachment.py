@@ -14,18 +14,18 @@ from collections.abc import Callable
 from typing import Any
 
 from ampcompat import _torch
-from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import push_all
 from ampcompat.amp.scaling import backward_methods
 from ampcompat.amp.scaling.clearing import clear_by_optimizer
 from ampcompat.amp.scaling.exchange import give_back_params, match_state
+from ampcompat.amp.scaling.groups import follow_groups, look_up, note_when_gone
 from ampcompat.amp.scaling.optimizer import add_param_group, prepare_masters, step
 from ampcompat.amp.scaling.optimizer_index import optimizer_index
-from ampcompat.amp.scaling.optimizer_state import OptimizerState, follow_groups
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState
 from ampcompat.amp.scaling.session import Session
 
 
-def attach(optimizer: Optimizer, session: Session, kind: type[OptimizerState]) -> None:
+def attach(optimizer: AmpOptimizer, session: Session, kind: type[OptimizerState]) -> None:
     """Put ``optimizer`` under ``session``; one that an earlier call owned changes hands, with its gradients.
 
     The caller calls ``follow_groups`` when it has attached all.
@@ -54,14 +54,13 @@ def attach(optimizer: Optimizer, session: Session, kind: type[OptimizerState]) -
     _follow_step(optimizer)
 
 
-def detach(optimizer: Optimizer) -> None:
+def detach(optimizer: AmpOptimizer) -> None:
     """Undo :func:`attach`, but for the wrappers of methods, which pass on."""
-    stash: OptimizerState = optimizer._amp_stash
-    stash.look_up(optimizer)
+    look_up(optimizer)
     optimizer_index.live.pop(optimizer, None)
     give_back_params(optimizer)
     match_state(optimizer)
-    stash.note_when_gone(optimizer, set())
+    note_when_gone(optimizer, set())
     for name in ("_amp_stash", *_METHODS):
         vars(optimizer).pop(name, None)
     follow_groups()
@@ -82,7 +81,7 @@ _WRAPPER_CODE = _torch.skip_compile_of_frame(_wrap(print, print)).__code__
 
 
 # -- a step of the script's own ----------------------------------------------------------------------------------------
-def _follow_step(optimizer: Optimizer) -> None:
+def _follow_step(optimizer: AmpOptimizer) -> None:
     """Wrap a ``step`` that a script has put in the place of ours, and that may call the class's: amp steps around it.
 
     As under apex, which replaced whatever ``step`` there was after an overflow.
@@ -115,9 +114,9 @@ def _run_replaced(stash: OptimizerState, replaced: Callable[..., Any], *args: An
 
 
 # -- methods beside these ----------------------------------------------------------------------------------------------
-def _look_up(optimizer: Optimizer) -> None:
+def _look_up(optimizer: AmpOptimizer) -> None:
     """Follow the groups of ``optimizer``. apex made the masters here; those of amp exist since ``initialize``."""
-    optimizer._amp_stash.look_up(optimizer)
+    look_up(optimizer)
 
 
 #: The first two are amp's own, the others have apex's private names. Blocks call the last two where a script has put

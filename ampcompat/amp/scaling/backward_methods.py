@@ -9,21 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ampcompat import _torch
-from ampcompat._types import Optimizer
 from ampcompat.amp.observers import notify, observer_state
-from ampcompat.amp.scaling.gradients import Leaves, OpenBlock, ScriptsPart, open_block_of
-from ampcompat.amp.scaling.optimizer_state import OptimizerState
+from ampcompat.amp.scaling.gradients import Leaves
+from ampcompat.amp.scaling.groups import look_up
+from ampcompat.amp.scaling.open_blocks import OpenBlock, ScriptsPart, open_block_of
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.unscaling import add_saved, save_grads, unscale_new
 
 
-def prepare_amp_backward(optimizer: Optimizer) -> None:
+def prepare_amp_backward(optimizer: AmpOptimizer) -> None:
     """Save unscaled gradients (``apex/amp/_process_optimizer.py: prepare_backward_with_master_weights``).
 
     Outside of blocks, ``_post_amp_backward`` adds them to what the next backward pass gives.
     """
     stash: OptimizerState = optimizer._amp_stash
-    stash.look_up(optimizer)
+    look_up(optimizer)
     block = open_block_of(stash.leaves)
     if block is not None:
         save_grads(stash.leaves, block.saved)
@@ -32,7 +33,7 @@ def prepare_amp_backward(optimizer: Optimizer) -> None:
 
 
 @_torch.without_grad
-def post_amp_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
+def post_amp_backward(optimizer: AmpOptimizer, scaler: LossScaler) -> None:
     """Unscale new gradients (``apex/amp/_process_optimizer.py: post_backward_with_master_weights``).
 
     The scale does not move, and no step is skipped: the caller sees to that, by the scaler's ``update_scale()``; or, if
@@ -51,7 +52,7 @@ def post_amp_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
 
 
 # -- in a block --------------------------------------------------------------------------------------------------------
-def are_replaced(optimizers: list[Optimizer]) -> bool:
+def are_replaced(optimizers: list[AmpOptimizer]) -> bool:
     """Whether a script has put a method of its own on one of ``optimizers``."""
     for optimizer in optimizers:
         prepare, post = map(vars(optimizer).get, ("_prepare_amp_backward", "_post_amp_backward"))
@@ -78,7 +79,7 @@ def unscale_by_scripts(block: OpenBlock) -> tuple[bool, Leaves]:
     Returns:
         Whether there were new gradients for them, and the leaves of ``block`` that are left to unscale.
     """
-    overrides: dict[Optimizer, Callable[..., None]] = {}
+    overrides: dict[AmpOptimizer, Callable[..., None]] = {}
     for optimizer in block.optimizers:
         post = _override(optimizer, "_post_amp_backward", post_amp_backward)
         if post is not None:
@@ -113,7 +114,7 @@ def _call_post(post: Callable[..., None], block: OpenBlock, part: ScriptsPart) -
         master.grad_shown = master.half.grad is not None and master.value.grad is not None
 
 
-def _override(optimizer: Optimizer, name: str, own: Callable[..., None]) -> Callable[..., None] | None:
+def _override(optimizer: AmpOptimizer, name: str, own: Callable[..., None]) -> Callable[..., None] | None:
     """The method ``name`` that a script has put on ``optimizer``; None where it is amp's ``own``."""
     method: Callable[..., None] | None = vars(optimizer).get(name)
     return None if getattr(method, "__func__", None) is own else method

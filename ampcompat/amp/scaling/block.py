@@ -52,7 +52,6 @@ from __future__ import annotations
 import torch
 
 from ampcompat import _torch
-from ampcompat._types import Optimizer
 from ampcompat.amp.casts.ambience import apply_ambient_casts
 from ampcompat.amp.casts.contexts import cast_state
 from ampcompat.amp.hints import add_hint
@@ -60,11 +59,13 @@ from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.scaling import backward_methods
 from ampcompat.amp.scaling.adapter import adapter_state
 from ampcompat.amp.scaling.clearing import forget_overflows_if_cleared
-from ampcompat.amp.scaling.gradients import Leaves, OpenBlock, Overflow, block_state, leaves_of, open_block_of
+from ampcompat.amp.scaling.gradients import Leaves, Overflow
+from ampcompat.amp.scaling.groups import look_up
 from ampcompat.amp.scaling.loss_scale import Transition
 from ampcompat.amp.scaling.mistakes import warn_of
+from ampcompat.amp.scaling.open_blocks import OpenBlock, block_state, leaves_of, open_block_of
 from ampcompat.amp.scaling.optimizer_index import optimizer_index
-from ampcompat.amp.scaling.optimizer_state import OptimizerState
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.steps import report_arrived
 from ampcompat.amp.scaling.unreduced import (
@@ -100,7 +101,7 @@ class Block(OpenBlock):
     """
 
     def __init__(
-        self, loss: torch.Tensor, optimizers: list[Optimizer], scaler: LossScaler, transition: Transition
+        self, loss: torch.Tensor, optimizers: list[AmpOptimizer], scaler: LossScaler, transition: Transition
     ) -> None:
         super().__init__(Leaves(), scaler, optimizers)
         self.loss = loss
@@ -123,7 +124,7 @@ class Block(OpenBlock):
             apply_ambient_casts()
         # Which tensors, and what is to be done about them?
         for optimizer in self.optimizers:
-            optimizer._amp_stash.look_up(optimizer)
+            look_up(optimizer)
         only_one = len(self.optimizers) == 1
         self.leaves = self.optimizers[0]._amp_stash.leaves if only_one else leaves_of(self.optimizers)
         needs_scale = not self.scaler.is_one or self._has_flags()

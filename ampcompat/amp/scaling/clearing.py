@@ -13,19 +13,19 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import Master, master_of
-from ampcompat.amp.scaling.gradients import block_state
+from ampcompat.amp.scaling.groups import look_up
+from ampcompat.amp.scaling.open_blocks import block_state
 from ampcompat.amp.scaling.optimizer_index import optimizer_index
-from ampcompat.amp.scaling.optimizer_state import OptimizerState
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState
 from ampcompat.amp.scaling.unscaling import drop_cleared, drop_unreduced
 
 
 @_torch.eager
-def clear_by_optimizer(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def clear_by_optimizer(optimizer: AmpOptimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Clear gradients as asked: of masters, by the ``original`` method, and with them those of the model."""
     stash: OptimizerState = optimizer._amp_stash
-    stash.look_up(optimizer)
+    look_up(optimizer)
     masters = stash.leaves.masters
     if masters:
         drop_cleared(masters)  # before what is None becomes zeros

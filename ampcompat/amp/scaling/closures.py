@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ampcompat._types import Optimizer
 from ampcompat.amp.casts.contexts import Saved, restored
 from ampcompat.amp.half.masters import align_written
-from ampcompat.amp.scaling.optimizer_state import OptimizerState
+from ampcompat.amp.scaling.groups import look_up
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState
 from ampcompat.amp.scaling.steps import (
     StepFlag,
     announce_skip,
@@ -31,7 +31,7 @@ class _SkipStep(Exception):
 
 
 def step_with_closure(
-    optimizer: Optimizer, original: Callable[..., Any], closure: Callable[[], Any], outside: Saved
+    optimizer: AmpOptimizer, original: Callable[..., Any], closure: Callable[[], Any], outside: Saved
 ) -> Any:
     """Step with ``closure``, which runs with grad on and the casts of the caller, on weights that follow the masters.
 
@@ -59,7 +59,7 @@ def step_with_closure(
     return result
 
 
-def _evaluates_first(optimizer: Optimizer) -> bool:
+def _evaluates_first(optimizer: AmpOptimizer) -> bool:
     """Whether ``optimizer`` calls the closure before it uses a gradient; SAM steps with those that it finds.
 
     True of torch's optimizers and ours.
@@ -75,7 +75,7 @@ class _Evaluation:
         has_acted: Whether the optimizer has been let use gradients in this step: then it can be skipped no more.
     """
 
-    def __init__(self, optimizer: Optimizer, closure: Callable[[], Any], outside: Saved) -> None:
+    def __init__(self, optimizer: AmpOptimizer, closure: Callable[[], Any], outside: Saved) -> None:
         self._optimizer = optimizer
         self._stash: OptimizerState = optimizer._amp_stash
         self._closure = closure
@@ -97,7 +97,7 @@ class _Evaluation:
 
         Weights follow the masters before.
         """
-        self._stash.look_up(self._optimizer)
+        look_up(self._optimizer)
         align_written(self._stash.leaves.masters)
         with torch.enable_grad(), restored(self._outside):
             loss = self._closure()

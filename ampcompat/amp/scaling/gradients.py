@@ -1,19 +1,12 @@
-"""Which tensors have gradients, and what is known of these. Scaled gradients belong to an open block, and to it alone.
-
-Outside of blocks gradients are unscaled: they are the ``grad`` of a master or of a parameter, as in plain torch. The
-head of ``block`` says what each event does to them.
-"""
+"""Which tensors have gradients, and what is known of these outside of blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from ampcompat._state import Part, state
-from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import Master
 from ampcompat.amp.scaling.loss_scale import DelayedPasses
 from ampcompat.amp.scaling.scaler import LossScaler
@@ -52,14 +45,6 @@ class Leaves:
         )
 
 
-def leaves_of(optimizers: Iterable[Optimizer]) -> Leaves:
-    """The leaves of ``optimizers``, each once."""
-    every = [optimizer._amp_stash.leaves for optimizer in optimizers]
-    masters = {id(master): master for leaves in every for master in leaves.masters}
-    masterless = {id(param): param for leaves in every for param in leaves.masterless}
-    return Leaves(list(masters.values()), list(masterless.values()))
-
-
 # -- what is known of gradients ----------------------------------------------------------------------------------------
 class Unreduced(NamedTuple):
     """What blocks have left whose gradients are those of this process alone, as in DDP's ``no_sync``.
@@ -91,70 +76,3 @@ class Overflow(NamedTuple):
     def is_decided(self) -> bool:
         """Whether the script itself decides about the step of these gradients: it has called ``update_scale()``."""
         return self.delayed is not None and self.delayed.are_decided
-
-
-@dataclass(eq=False)
-class ScriptsPart:
-    """What a block leaves to a script's own ``_post_amp_backward``.
-
-    Attributes:
-        leaves: Whose gradients are to be unscaled.
-        saved_grads_taken: Whether it has asked for saved gradients, to add them itself.
-    """
-
-    leaves: Leaves
-    saved_grads_taken: bool = False
-
-
-@dataclass(eq=False)
-class OpenBlock:
-    """What an open ``scale_loss`` block owns; ``block.Block`` has its phases.
-
-    Attributes:
-        leaves: The tensors that its backward pass gives gradients to.
-        scaler: The scaler of its loss.
-        scale: What their gradients are multiplied by (0-dim float32); None where nothing is scaled.
-        saved: Unscaled gradients from before, of leaves without a master: they come back when it ends.
-        brought: The leaves whose older gradients it has put back into ``p.grad``, scaled: they wait to be averaged.
-        optimizers: The optimizers that it was opened for; their tensors may have gone to others since.
-        is_plain: Whether it leaves gradients to torch: the scale is always one, and there are no masters.
-        has_new_grads: Whether the backward pass gave any gradients; None before the end.
-        scripts_part: What it leaves to a script's own ``_post_amp_backward``, while it calls that.
-    """
-
-    leaves: Leaves
-    scaler: LossScaler
-    optimizers: list[Optimizer]
-    scale: torch.Tensor | None = None
-    saved: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
-    brought: Leaves | None = None
-    is_plain: bool = False
-    has_new_grads: bool | None = None
-    scripts_part: ScriptsPart | None = None
-
-    def overlaps(self, leaves: Leaves) -> bool:
-        """Whether one of ``leaves`` is among its own."""
-        return not self.leaves.ids().isdisjoint(leaves.ids())
-
-
-@dataclass(eq=False)
-class BlockState(Part):
-    """The blocks of this process.
-
-    Attributes:
-        open_blocks: The ``scale_loss`` blocks that are open.
-    """
-
-    open_blocks: list[OpenBlock] = field(default_factory=list)
-
-
-block_state = state.add(BlockState())
-
-
-def open_block_of(leaves: Leaves) -> OpenBlock | None:
-    """The open block that gives gradients to any of ``leaves``, plain ones last."""
-    if not block_state.open_blocks:
-        return None
-    blocks = [block for block in block_state.open_blocks if block.overlaps(leaves)]
-    blocks.sort(key=lambda block: block.is_plain)
-    return blocks[0] if blocks else None

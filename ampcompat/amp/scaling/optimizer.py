@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from ampcompat import _torch
-from ampcompat._types import Optimizer
 from ampcompat.amp.casts.contexts import CastsOff, cast_state, save
 from ampcompat.amp.half.masters import align_written, master_of
 from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.scaling.closures import step_with_closure
-from ampcompat.amp.scaling.gradients import block_state, open_block_of
+from ampcompat.amp.scaling.groups import look_up
 from ampcompat.amp.scaling.mistakes import warn_of
-from ampcompat.amp.scaling.optimizer_state import OptimizerState
+from ampcompat.amp.scaling.open_blocks import block_state, is_in_block, open_block_of
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState
 from ampcompat.amp.scaling.scale_loss import under_amp
 from ampcompat.amp.scaling.steps import make_or_skip_step, report_all
 from ampcompat.amp.scaling.unreduced import averages_by_script
@@ -26,7 +26,7 @@ from ampcompat.amp.scaling.unscaling import drop_cleared
 
 # -- step --------------------------------------------------------------------------------------------------------------
 @_torch.skip_compile_of_frame
-def step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def step(optimizer: AmpOptimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Step the masters and write them to the model; skip instead, once, after an overflow.
 
     The closure is the argument of that name, or the first one if it can be called. Anything else is passed on: a step
@@ -39,7 +39,7 @@ def step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwarg
     stash: OptimizerState = optimizer._amp_stash
     if stash.is_stepping:  # a script's own step, which amp's is around already, has called this one
         return original(*args, **kwargs)
-    stash.look_up(optimizer)
+    look_up(optimizer)
     if block_state.open_blocks:
         _refuse_in_block(optimizer, stash)
     if args or kwargs:
@@ -64,7 +64,7 @@ def _with_arguments(
     return None, functools.partial(original, *args, **kwargs)
 
 
-def _refuse_in_block(optimizer: Optimizer, stash: OptimizerState) -> None:
+def _refuse_in_block(optimizer: AmpOptimizer, stash: OptimizerState) -> None:
     """Refuse a step inside a block that gives gradients to tensors of ``optimizer``."""
     open_block = open_block_of(stash.leaves)
     if open_block is None or open_block.is_plain:
@@ -104,7 +104,7 @@ def step_was_skipped(optimizer: Any) -> bool:
 
 
 # -- a script asks for masters -----------------------------------------------------------------------------------------
-def prepare_masters(optimizer: Optimizer) -> None:
+def prepare_masters(optimizer: AmpOptimizer) -> None:
     """Make the masters of ``optimizer`` ready for a script that asks for them.
 
     They follow what it did to the model's weights and gradients. Outside of blocks, a delayed transition is made: a
@@ -113,9 +113,9 @@ def prepare_masters(optimizer: Optimizer) -> None:
     if observer_state.observers:
         notify("on_master_params", optimizer)
     stash: OptimizerState = optimizer._amp_stash
-    stash.look_up(optimizer)
+    look_up(optimizer)
     drop_cleared(stash.leaves.masters)
-    if stash.in_block:
+    if is_in_block(optimizer):
         return
     if not block_state.open_blocks:
         if stash.unreduced is not None and not averages_by_script(stash.leaves):
@@ -125,7 +125,7 @@ def prepare_masters(optimizer: Optimizer) -> None:
 
 
 # -- add_param_group ---------------------------------------------------------------------------------------------------
-def add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def add_param_group(optimizer: AmpOptimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Add the group as torch does, then give its half params masters."""
     stash: OptimizerState = optimizer._amp_stash
     open_block = open_block_of(stash.leaves)
@@ -144,4 +144,4 @@ def add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: A
             "some parameters appear in more than one parameter group - the optimizer holds their float32 masters"
             " already - leave them out of the new group."
         )
-    stash.look_up(optimizer)
+    look_up(optimizer)

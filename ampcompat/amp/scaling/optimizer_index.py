@@ -6,7 +6,7 @@ import weakref
 from dataclasses import dataclass, field
 
 from ampcompat._state import Part, state
-from ampcompat._types import Optimizer
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer
 
 
 @dataclass(eq=False)
@@ -22,12 +22,12 @@ class OptimizerIndex(Part):
             are unscaled.
     """
 
-    live: weakref.WeakKeyDictionary[Optimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
-    disabled: weakref.WeakKeyDictionary[Optimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
+    live: weakref.WeakKeyDictionary[AmpOptimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
+    disabled: weakref.WeakKeyDictionary[AmpOptimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
     may_hold_dropped: bool = False
     gone: set[int] = field(default_factory=set)
 
-    def listed(self) -> list[Optimizer]:
+    def listed(self) -> list[AmpOptimizer]:
         """Those under amp, in the order of their ``initialize`` calls."""
         optimizers = [reference() for reference in self.live.keyrefs()]
         return [optimizer for optimizer in optimizers if optimizer is not None]

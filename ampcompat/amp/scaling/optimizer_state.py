@@ -1,4 +1,4 @@
-"""What amp keeps with one optimizer, as ``optimizer._amp_stash``, and which tensors the optimizer holds.
+"""What amp keeps with one optimizer, as ``optimizer._amp_stash``.
 
 apex kept the same there (``apex/amp/_process_optimizer.py: AmpOptimizerState``). Scripts test for apex's attributes:
 ``ampcompat.amp._process_optimizer.AmpOptimizerState`` adds them.
@@ -6,21 +6,18 @@ apex kept the same there (``apex/amp/_process_optimizer.py: AmpOptimizerState``)
 
 from __future__ import annotations
 
-import operator
 import weakref
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from ampcompat import _torch
 from ampcompat._types import Optimizer
-from ampcompat.amp.scaling.exchange import match_state, put_masters_into
-from ampcompat.amp.scaling.gradients import Leaves, Overflow, Unreduced, open_block_of
-from ampcompat.amp.scaling.mistakes import warn_of
-from ampcompat.amp.scaling.optimizer_index import optimizer_index
+from ampcompat.amp.scaling.gradients import Leaves, Overflow, Unreduced
 from ampcompat.amp.scaling.scaler import LossScaler
-from ampcompat.amp.scaling.session import Session, call_state
+from ampcompat.amp.scaling.session import Session
 
 #: A scaler, and the host copy of its flag and of the scale to print; no scaler where the step looked at gradients.
 FlagCopy = tuple[LossScaler | None, _torch.HostCopy]
@@ -89,12 +86,7 @@ class OptimizerState:
     saved_by_script: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     known_step: object = None
     is_stepping: bool = False
-    when_gone: weakref.finalize[..., Optimizer] | None = field(default=None, init=False)
-
-    @property
-    def in_block(self) -> bool:
-        """Whether a block is open that gives gradients to tensors of this optimizer."""
-        return open_block_of(self.leaves) is not None
+    when_gone: weakref.finalize[..., AmpOptimizer] | None = field(default=None, init=False)
 
     # -- overflows -----------------------------------------------------------------------------------------------------
     def note_overflow(self, overflow: Overflow) -> None:
@@ -153,111 +145,9 @@ class OptimizerState:
                 master.grad_shown = False
                 master.value.grad = None
 
-    # -- what it holds -------------------------------------------------------------------------------------------------
-    @_torch.eager
-    def look_up(self, optimizer: Optimizer) -> None:
-        """Follow the groups of ``optimizer``, and its ``step``, where they have changed."""
-        if not self._is_up_to_date(optimizer):
-            follow_groups()
-        if vars(optimizer).get("step") is not self.known_step:
-            optimizer._amp_follow_step()
 
-    def _is_up_to_date(self, optimizer: Optimizer) -> bool:
-        """Whether the groups hold the very params that they held when they were last looked up."""
-        if len(optimizer.param_groups) != len(self.groups):
-            return False
-        for group, params in zip(optimizer.param_groups, self.groups, strict=True):
-            if len(group["params"]) != len(params):
-                return False
-            if not all(map(operator.is_, group["params"], params)):
-                return False
-        return True
+class AmpOptimizer(Optimizer, Protocol):
+    """An optimizer under amp."""
 
-    def look_up_anew(self, optimizer: Optimizer) -> None:
-        """Put masters of half params into the groups of ``optimizer``, and note what it holds."""
-        masters = put_masters_into(optimizer, self.session)
-        match_state(optimizer)
-        sides = {id(tensor) for master in masters for tensor in (master.half, master.value)}
-        held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
-        self.leaves = Leaves(masters, [param for key, param in held.items() if key not in sides])
-        self.groups = [list(group["params"]) for group in optimizer.param_groups]
-        self.note_when_gone(optimizer, self.leaves.ids())
-
-    def note_when_gone(self, optimizer: Optimizer, ids: set[int]) -> None:
-        """Have the ``ids`` of its leaves noted when ``optimizer`` is collected: another may come in its place."""
-        if self.when_gone is not None:
-            self.when_gone.detach()
-        self.when_gone = weakref.finalize(optimizer, _note_gone, optimizer_index.gone, ids)
-        self.when_gone.atexit = False
-
-
-# -- groups that change ------------------------------------------------------------------------------------------------
-def follow_groups(unscaled: Set[int] = frozenset()) -> None:
-    """Follow the groups of all optimizers under amp where they have changed: a tensor may have gone to another.
-
-    A tensor that comes to an optimizer, and that none held, may have a gradient: blocks give gradients to every tensor
-    of a loss, and unscale the ones of their own optimizers. Where losses were scaled, such a gradient is dropped.
-
-    Args:
-        unscaled: Ids of tensors that no block can have reached, in models that come under amp now.
-    """
-    optimizers = optimizer_index.listed()
-    known = {key for optimizer in optimizers for key in optimizer._amp_stash.leaves.ids()}
-    known.update(unscaled)
-    known.update(optimizer_index.gone)
-    for optimizer in optimizers:
-        stash: OptimizerState = optimizer._amp_stash
-        if stash._is_up_to_date(optimizer):
-            continue
-        for master in stash.leaves.masters:  # one that leaves may come back, when a later block has given it another
-            if master.grad_shown and master.half.grad is None:
-                master.drop_gradient()
-        stash.look_up_anew(optimizer)
-        if stash.session.has_scaled:
-            stash.checks_gradients = True  # an overflow may have left gradients of what it holds now
-            _drop_gradients(stash.leaves.part(stash.leaves.ids() - known))
-    _note_shared(optimizers)
-
-
-def _drop_gradients(newcomers: Leaves) -> None:
-    """Drop the gradients of ``newcomers``, with a warning if there are any."""
-    for master in newcomers.masters:
-        master.drop_gradient()
-    for leaf in newcomers.tensors():
-        if leaf.grad is not None:
-            leaf.grad = None
-            warn_of("scaled gradients of a later param")
-
-
-def _note_gone(gone: set[int], ids: set[int]) -> None:
-    """Add to ``gone`` the ``ids`` of the leaves of an optimizer that was collected: it shares them no more."""
-    gone.update(ids)  # after a reset, this set is no longer ``optimizer_index.gone``
-    _note_shared(optimizer_index.listed())
-
-
-def _note_shared(optimizers: list[Optimizer]) -> None:
-    """Note which of ``optimizers`` hold a leaf that another one holds, too."""
-    holders: dict[int, int] = {}
-    for optimizer in optimizers:
-        for key in optimizer._amp_stash.leaves.ids():
-            holders[key] = holders.get(key, 0) + 1
-    for optimizer in optimizers:
-        optimizer._amp_stash.shared = {key for key in optimizer._amp_stash.leaves.ids() if holders[key] > 1}
-
-
-# -- all calls of initialize -------------------------------------------------------------------------------------------
-def calls_shown() -> list[Session]:
-    """The calls of ``initialize`` whose optimizers are alive, the later first; the latest call if there are none.
-
-    ``amp._amp_state.loss_scalers`` are the first one's. A call without optimizers (for an averaged model) has
-    scalers that no loss uses.
-    """
-    calls = [optimizer._amp_stash.session for optimizer in reversed(optimizer_index.listed())]
-    if not calls and call_state.latest is not None:
-        calls = [call_state.latest]
-    return list(dict.fromkeys(calls))
-
-
-def scalers_shown() -> list[LossScaler]:
-    """What ``amp._amp_state.loss_scalers`` is after a call of ``initialize``."""
-    return calls_shown()[0].scalers
+    _amp_stash: OptimizerState
+    _amp_follow_step: Callable[[], None]

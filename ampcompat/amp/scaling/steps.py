@@ -17,12 +17,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ampcompat import _torch
-from ampcompat._types import Optimizer
 from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.half.masters import Master, align_written, push_all
 from ampcompat.amp.half.record import check_replaced
 from ampcompat.amp.observers import notify, observer_state
-from ampcompat.amp.scaling.optimizer_state import FlagCopy, OptimizerState
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, FlagCopy, OptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.unreduced import note_averaged
 from ampcompat.amp.scaling.unscaling import any_non_finite, drop_cleared
@@ -44,7 +43,7 @@ class StepFlag(NamedTuple):
 
 
 @_torch.skip_compile_of_frame
-def make_or_skip_step(optimizer: Optimizer, stash: OptimizerState, original: Callable[..., Any]) -> Any:
+def make_or_skip_step(optimizer: AmpOptimizer, stash: OptimizerState, original: Callable[..., Any]) -> Any:
     """Read the flags and make the step or skip it; or lend them to an optimizer that skips by itself.
 
     Where nothing is scaled and there are no masters, torch's own step is all there is to do.
@@ -77,7 +76,7 @@ def make_or_skip_step(optimizer: Optimizer, stash: OptimizerState, original: Cal
 
 # -- before it ---------------------------------------------------------------------------------------------------------
 @_torch.eager
-def make_ready(optimizer: Optimizer, stash: OptimizerState) -> None:
+def make_ready(optimizer: AmpOptimizer, stash: OptimizerState) -> None:
     """Do what has waited for a step: transitions of the scale, messages, and masters that follow the model."""
     if stash.delayed_scalers:
         stash.make_delayed_transitions()
@@ -147,7 +146,7 @@ def announce(overflowed: list[tuple[LossScaler | None, float]]) -> None:
 
 # -- on the device -----------------------------------------------------------------------------------------------------
 @_torch.eager
-def skips_on_device(optimizer: Optimizer) -> bool:
+def skips_on_device(optimizer: AmpOptimizer) -> bool:
     """Whether ``optimizer`` looks at its ``found_inf``, and skips on the device (torch's ``fused=True``)."""
     name = "_step_supports_amp_scaling"
     if not getattr(optimizer, name, False):
@@ -164,7 +163,7 @@ def skips_on_device(optimizer: Optimizer) -> bool:
     return True
 
 
-def _step_on_device(optimizer: Optimizer, stash: OptimizerState, flags: list[StepFlag], step: Callable[[], R]) -> R:
+def _step_on_device(optimizer: AmpOptimizer, stash: OptimizerState, flags: list[StepFlag], step: Callable[[], R]) -> R:
     """Step with ``flags`` lent to the optimizer, and start their copies to the host."""
     optimizer.grad_scale = None
     optimizer.found_inf = _torch.any_of([flag for _, flag in flags])
@@ -207,7 +206,7 @@ def _report_oldest(stash: OptimizerState) -> None:
 # -- the step itself ---------------------------------------------------------------------------------------------------
 @_torch.skip_compile_of_frame
 def update_weights(
-    optimizer: Optimizer, stash: OptimizerState, original: Callable[..., R], *args: Any, **kwargs: Any
+    optimizer: AmpOptimizer, stash: OptimizerState, original: Callable[..., R], *args: Any, **kwargs: Any
 ) -> R:
     """Call the optimizer's own step, and write the masters to the model as soon as it has updated them.
 
@@ -235,7 +234,7 @@ def push(masters: list[Master]) -> None:
 
 # -- after it ----------------------------------------------------------------------------------------------------------
 @_torch.eager
-def finish(optimizer: Optimizer, stash: OptimizerState, skipped: bool | None) -> None:
+def finish(optimizer: AmpOptimizer, stash: OptimizerState, skipped: bool | None) -> None:
     """Note a step that was made or skipped, and tell observers; ``skipped``: None where only the device knows."""
     stash.skipped = skipped
     stash.session.steps += 1

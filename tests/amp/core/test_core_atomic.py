@@ -10,7 +10,7 @@ from ampcompat.amp import frontend
 from ampcompat.amp.adapters import ddp
 from ampcompat.amp.half import casting
 from ampcompat.amp.lists import torch_overrides
-from ampcompat.amp.scaling import exchange, optimizer_state
+from ampcompat.amp.scaling import exchange, groups
 
 LEVELS = ["O0", "O1", "O2", "O3", "O5"]
 
@@ -43,7 +43,7 @@ PLACES = {
     "after a master was made": (casting, "ensure_master", 2, True),
     "attaching the model": (frontend, "set_policy"),
     "giving the optimizer a master": (exchange, "model_tensor", 2),
-    "attaching the optimizer": (optimizer_state, "match_state"),
+    "attaching the optimizer": (groups, "match_state"),
     "watching wrappers": (ddp, "install"),
     "beginning the casts": (frontend, "begin_casts"),
     "after the casts have begun": (frontend, "begin_casts", 0, True),
@@ -130,7 +130,7 @@ def test_a_failure_at_another_level_is_repaired_too(first, level, place, monkeyp
     assert got[1] == want[1]
 
 
-@pytest.mark.parametrize("break_at", [(frontend, "set_policy", 1), (optimizer_state, "match_state", 1)])
+@pytest.mark.parametrize("break_at", [(frontend, "set_policy", 1), (groups, "match_state", 1)])
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_failure_between_two_models_or_optimizers(level, break_at, monkeypatch):
     def initialized(fails):
