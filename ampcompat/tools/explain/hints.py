@@ -246,6 +246,7 @@ def _too_large_backward(event: Event, setting: Setting) -> list[str]:
     plain = max(event.value / setting.scale, event.largest_gradient or 0.0)
     if plain > LARGEST:
         return [
+            *_larger_eps(event),
             f"{smaller_loss}: {_too_large_at_any_scale(plain)}",
             "clipped activations, or a lower learning rate, if gradients have grown",
             *_in_float32(event, setting),
@@ -265,6 +266,16 @@ def _too_large_backward(event: Event, setting: Setting) -> list[str]:
         f" way down to {_plain(fits)}; amp.initialize(..., max_loss_scale={_plain(fits)}) starts there",
         smaller_loss,
         *_in_float32(event, setting),
+    ]
+
+
+def _larger_eps(event: Event) -> list[str]:
+    """For a gradient that a tensor has divided: mean and the like divide by numbers."""
+    if not any(made.op == "div" and not made.scalars and made.largest > LARGEST for made in event.made):
+        return []
+    return [
+        "a larger eps in this denominator, as in / (... + 1e-3), or F.cosine_similarity: the gradient is divided by"
+        " what is next to 0"
     ]
 
 

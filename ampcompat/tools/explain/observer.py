@@ -115,6 +115,7 @@ class OverflowExplainer:
         self.buffers: weakref.WeakKeyDictionary[torch.nn.Module, BufferCopies] = weakref.WeakKeyDictionary()
         self.running: list[Forward | None] = []  # forwards that have begun; None for those that are not kept
         self.block: Block | None = None  # the one that is open
+        self.given: object = None  # the key of an input that was not finite, until it is known what made it
         self.lost_by: object = None  # the key of the fault that has left weights that are not finite
         self.too_large: Fault | None = None  # gradients too large at any loss scale, once told: weights then grow too
         self.has_seen_initialize = False
@@ -359,6 +360,8 @@ class OverflowExplainer:
             return False
         key = self._lose_to(lost, event, lost.block)
         self.tally.find(lost.unknown.what, key, was_watched=True)
+        if self.given is not None and self.watch.came_in(event):
+            self.tally.is_one(self.given, key)
         return True
 
     def _look_at_forwards(self, lost: LostStep) -> None:
@@ -377,6 +380,7 @@ class OverflowExplainer:
                 key = self._lose_to(lost, finding.event, forward.block or lost.block)
                 self.tally.find(lost.unknown.what, key, was_watched=False)
                 if finding.event.op in ("input", "buffer"):
+                    self.given = key
                     self.watch.arm()  # it shows what makes such an input, or writes the buffer
                 return
         steps = self.watch.arm()

@@ -231,6 +231,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         events: What was born, in order.
+        came_in: Those of them that came into a forward with its input.
         largest_gradient: The largest finite result in half that the engine's ops had.
     """
 
@@ -241,6 +242,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.later: dict[int, Later] = {}
         self.made: dict[int, Made] = {}
         self.events: list[Event] = []
+        self.came_in: list[Event] = []
         self.largest_gradient = 0.0
         self._reduced: set[int] = set()  # what other ranks write into, some time after the collective was called
         self._is_paused = False
@@ -265,8 +267,13 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ("buffer", model.named_buffers()),
         ):
             for name, tensor in tensors:
-                if not is_finite(tensor) and storage(tensor) not in self.origins:
+                if is_finite(tensor):
+                    continue
+                origin = self.origins.get(storage(tensor))
+                if origin is None:
                     self._given(tensor, op, name, kind)
+                elif op == "input":
+                    self.came_in.append(origin)
 
     def _given(self, tensor: torch.Tensor, op: str, name: str, model: str) -> None:
         master = master_of(tensor)

@@ -132,6 +132,10 @@ class Tally:
         """Note the cause that the verdict names for ``key``."""
         self._known.setdefault(key, cause)
 
+    def is_one(self, key: object, other: object) -> None:
+        """Note that the fault of ``key`` is that of ``other``, which says more of it."""
+        self._known[key] = self._known.get(other, self._known[key])
+
     def is_known(self, key: object) -> bool:
         """Whether the fault of ``key`` has a cause that the verdict names."""
         return key in self._known

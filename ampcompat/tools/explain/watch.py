@@ -100,6 +100,10 @@ class Watch:
             return next(iter(arguments), event)
         return event
 
+    def came_in(self, event: Event) -> bool:
+        """Whether ``event`` is the birth of a value that came into a forward with its input."""
+        return self._probe is not None and event in self._probe.came_in
+
     def is_of_another_rank(self, tensors: list[torch.Tensor]) -> bool:
         """Whether what is not finite in ``tensors`` came with the gradients of another rank."""
         event = None if self._probe is None else self._probe.origin(tensors)

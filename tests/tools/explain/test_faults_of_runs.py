@@ -520,6 +520,13 @@ FAULTS = {
         model=lambda: Layer(lambda y: F.cross_entropy(y.float(), torch.full((len(y),), -100))),
         loss=lambda y: y,
     ),
+    "a division by next to nothing": Fault(
+        {"pass": "backward", "hint": "a larger eps in this denominator, as in / (... + 1e-3)"},
+        r"^\d+ of 40 steps were skipped; the cause is .*\(the backward of sum\)\.$",
+        level="O1",
+        model=lambda: Layer(lambda y: (y * y.detach()).sum(1) / (y.float().norm(dim=1) * 0 + 1e-7)),
+        loss=lambda y: y.mean(),
+    ),
     "a row of a checkpoint that is not finite": Fault(
         {
             "what": "parameter fc.weight was not finite before the forward: 8 of 64 values, in row 5",
