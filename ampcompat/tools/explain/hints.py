@@ -218,7 +218,8 @@ def _module_in_float32(event: Event, setting: Setting) -> list[str]:
 def _consumer(event: Event, setting: Setting) -> list[str]:
     """The module that would cast a result beyond half again, if that is known."""
     spread = event.spread
-    if not event.out_of_range or event.backward or setting.casts_weights or spread is None:
+    is_result = event.out_of_range and not event.backward and event.op != "_to_copy"
+    if not is_result or setting.casts_weights or spread is None:
         return []
     return [spread.module] if spread.module and spread.function in _CAST_TO_HALF else []
 
