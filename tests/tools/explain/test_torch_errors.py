@@ -270,3 +270,17 @@ def test_an_error_outside_models_has_its_cure(tmp_path):
     assert lines[-2].startswith("RuntimeError: ")
     assert not [line for line in lines if "/ampcompat/" in line or "eval_frame" in line]
     assert [line.strip() for line in lines if "script.py" in line][-1].endswith("in loss")
+
+
+def test_a_layer_that_meets_another_dtype_is_not_proposed_to_be_kept():
+    """A kept module that is given float32 returns float32, which the next layer does not take either."""
+
+    class Parts(nn.Sequential):
+        def forward(self, parts):
+            return super().forward(next(parts))  # amp casts no iterator
+
+    model, _ = initialized(Parts(nn.Linear(8, 8), nn.Linear(8, 8)), "O2")
+    with pytest.raises(RuntimeError) as raised:
+        model(iter([torch.ones(4, 8)]))
+    assert "an input that amp did not see" in shown(raised.value)
+    assert "keep_fp32" not in shown(raised.value)
