@@ -120,7 +120,7 @@ def test_levels_that_do_not_exist_are_refused(run, arguments, shown):
         """
     )
     assert result.ret != 0
-    (line,) = [line for line in result.stdout.lines if "it takes one or more" in line]
+    line = next(line for line in result.stdout.lines if "it takes one or more" in line)
     assert f"::test_level: opt_levels{shown} - it takes one or more of O0, O1, O2, O3, O4, O5 - write " in line
     assert "INTERNALERROR" not in result.stdout.str()
     assert "plugin.py" not in result.stdout.str()
