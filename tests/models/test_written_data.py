@@ -12,9 +12,11 @@ import pytest
 import torch
 from counting import counted
 from nets import MASTER_LEVELS
+from packaging.version import Version
 from test_written_weights import STEPS, Run
 
 from ampcompat import amp
+from ampcompat._torch import TORCH
 from ampcompat.amp.half.masters import master_of
 
 
@@ -284,8 +286,9 @@ def test_to_read_data_costs_no_kernel(level):
     for _ in range(3):  # the first step makes scales, the first access the counters
         plain()
         reading()
-    accesses = 8  # torch counts ``data`` itself as one ``detach``, under a mode that counts
-    assert counted(reading) == {**counted(plain), "ops": counted(plain)["ops"] + accesses}
+    # No kernel, but a mode that counts ops is told of an access: as one ``detach``, by torch 2.4 as two.
+    ops_of_accesses = 8 if Version("2.5") <= TORCH else 16
+    assert counted(reading) == {**counted(plain), "ops": counted(plain)["ops"] + ops_of_accesses}
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
