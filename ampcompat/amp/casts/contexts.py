@@ -161,7 +161,7 @@ cast_state = state.add(CastState())
 
 # -- casts on ----------------------------------------------------------------------------------------------------------
 class ForwardCasts:
-    """Context of the forward of a model on ``device_type`` that casts functions; the outermost owns the weight cache."""
+    """Context of a model's forward on ``device_type`` that casts functions; the outermost owns the weight cache."""
 
     def __init__(self, casts: Casts, device_type: str) -> None:
         self.casts = casts

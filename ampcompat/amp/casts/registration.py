@@ -79,12 +79,16 @@ def register_promote_function(module: object, name: str) -> None:
     _register(module, name, Rule.PROMOTE)
 
 
-def _decorated(function: F, rule: Rule, decorator: str) -> F:
+def _check_decorable(function: object, decorator: str) -> None:
     if not callable(function) and not isinstance(function, classmethod):
         raise TypeError(
             f"{decorator} got an object of type {type(function).__name__} - it decorates a function or a class - pass"
             " the function itself."
         )
+
+
+def _decorated(function: F, rule: Rule, decorator: str) -> F:
+    _check_decorable(function, decorator)
     method, wrapper = wrap(function, rule)
     if not method:
         return cast(F, wrapper)
