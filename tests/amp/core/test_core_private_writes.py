@@ -88,7 +88,7 @@ def test_a_growth_interval_of_argparse_is_followed(interval):
     assert not same(masters(optimizer), before)
 
 
-@pytest.mark.parametrize("never", [0, -3, float("inf"), 1e12])
+@pytest.mark.parametrize("never", [0, -3, 1e12])
 def test_a_growth_interval_that_is_never_reached(never):
     """apex compared the count with it."""
     model, optimizer = start("O2")
