@@ -225,11 +225,7 @@ def _of_check(path: str) -> list[str]:
     from ampcompat.tools.check import scan
 
     lines = [f"next: {shlex.join(['ampcompat', 'check', path])}"]
-    try:
-        report = scan(path)
-    except (OSError, ValueError):
-        return lines
-    mistakes = [one for one in report.findings if one.kind == "trap" and one.level in ("error", "warning")]
+    mistakes = [one for one in scan(path).findings if one.kind == "trap" and one.level in ("error", "warning")]
     return lines + [f"  {path}:{one.line}: {one.level}: {one.note}" for one in mistakes]
 
 
