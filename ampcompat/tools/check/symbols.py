@@ -97,6 +97,8 @@ def verdict(name: str) -> Symbol:
     attribute of that.
     """
     known = _known_part(name)
+    if not known:
+        return Symbol(UNSUPPORTED, "not a module of apex")
     if known == name or known not in MODULES:
         return SYMBOLS[known]
     attribute = name[len(known) + 1 :].partition(".")[0]
