@@ -90,14 +90,11 @@ def test_properties_as_legacy_code_makes_them():
     assert made.enabled is False
     assert made.opt_level is None
     assert made.options["loss_scale"] is None
-    made._update_options_dict({"enabled": True, "opt_level": "O2"})
+    made.enabled, made.opt_level = True, "O2"
     made.loss_scale = "128.0"
     assert made.loss_scale == made.options["loss_scale"] == 128.0
     with pytest.raises(AttributeError, match="no_such"):
         made.no_such  # noqa: B018
-    with pytest.raises(ValueError, match=r"Unknown option\(s\) \['nothing'\]"):
-        made._update_options_dict({"nothing": 1})
-    assert "opt_level" in repr(made)
 
 
 def test_environment_overrides_level_and_dtype(monkeypatch, capsys):
