@@ -18,10 +18,7 @@ def rank() -> int:
 
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
-    try:
-        return int(os.environ.get("RANK", "0"))
-    except ValueError:
-        return 0  # no launcher wrote that
+    return int(os.environ.get("RANK") or 0)
 
 
 def say(message: str, error: bool = False, all_ranks: bool = False) -> None:

@@ -117,7 +117,7 @@ def native_rule(name: str, device_type: str) -> str:
         return _WORDS[Rule.PROMOTE]
     rule, key = RULES[name], _torch.autocast_key(device_type)
     for op in [op for aten in _torch.ATEN.get(name, (f"{name}.*",))[:1] for op in _torch.aten_overloads(aten)]:
-        if rule is not Rule.INPLACE_BANNED and key is not None and _torch.has_kernel(op, key):
+        if rule is not Rule.INPLACE_BANNED and key is not None and _torch.op_name(op) in _torch.ops_with_kernel(key):
             return _WORDS[rule]
     return "as given"
 

@@ -80,7 +80,6 @@ from ampcompat._torch.dispatcher import (
     current_node,
     flop_formula,
     halves_without_cpu_convolution,
-    has_kernel,
     innermost_dispatch_mode,
     keys_excluded,
     op_name,

@@ -119,11 +119,6 @@ def op_name(op: torch._ops.OpOverload) -> str:
     return str(op.name())  # type: ignore[no-untyped-call]
 
 
-def has_kernel(op: torch._ops.OpOverload, key: str) -> bool:
-    """Whether something is registered for ``op`` at the dispatch key named ``key``."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op_name(op), key))
-
-
 def ops_with_kernel(key: str) -> frozenset[str]:
     """The names of all ops with something registered at the dispatch key named ``key``."""
     return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key(key))

@@ -78,16 +78,12 @@ def _refuse_scripted_parts(model: torch.nn.Module, level: str) -> None:
     if isinstance(model, torch.jit.ScriptModule):
         return
     for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) and any(map(torch.is_floating_point, _tensors_in(module))):
+        tensors = [*module.parameters(), *module.buffers()]
+        if isinstance(module, torch.jit.ScriptModule) and any(map(torch.is_floating_point, tensors)):
             raise RuntimeError(
                 f"amp.initialize got a model with the scripted submodule {path!r} at opt_level={level!r} - the weights"
                 " of a ScriptModule cannot be cast in place - script it after amp.initialize, or use opt_level='O1'."
             )
-
-
-def _tensors_in(module: torch.nn.Module) -> list[torch.Tensor]:
-    """The parameters and buffers in ``module``."""
-    return [*module.parameters(), *module.buffers()]
 
 
 def _cast_by_amp(model: torch.nn.Module) -> set[torch.nn.Module]:

@@ -61,7 +61,7 @@ class _Level:
     more = ""
 
     def __call__(self, properties: Properties) -> Properties:
-        properties._update_options_dict({"enabled": True, "opt_level": self.name, **LEVELS[self.name].options})
+        properties.options.update({"enabled": True, "opt_level": self.name, **LEVELS[self.name].options})
         return properties
 
 

@@ -35,13 +35,6 @@ class AmpHandle:
     def _is_active(self) -> bool:
         return self.is_active()
 
-    @_is_active.setter
-    def _is_active(self, active: bool) -> None:
-        raise AttributeError(
-            f"handle._is_active = {active!r} - it says whether casts are in force, and switches none - use `with"
-            " amp.disable_casts():` for a part of a program, handle._deactivate() for the rest of it."
-        )
-
     _clear_cache = staticmethod(torch.clear_autocast_cache)
 
     def _deactivate(self) -> None:

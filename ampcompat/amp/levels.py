@@ -26,14 +26,6 @@ class Level:
     master_weights: bool | None
     loss_scale: float | str
 
-    def __post_init__(self) -> None:
-        dtypes = (None, torch.float32, *HALF_DTYPES)
-        if self.cast_model_type not in dtypes or self.patch_torch_functions_type not in dtypes:
-            raise ValueError(
-                f"the level {self.brief!r} casts to another dtype - it must be one of {dtypes} - add a row"
-                " for the dtype to HALF in ampcompat/_types.py; docs/architecture.md says what else it takes."
-            )
-
     @property
     def options(self) -> dict[str, Any]:
         """The defaults by name."""

@@ -103,8 +103,6 @@ def whole_number(name: str, value: Any) -> int:
         ValueError: It is no whole number.
     """
     as_float = number(value)
-    if math.isinf(as_float) and as_float > 0:  # "never" of a count that is waited for
-        return 2**31 - 1
     if not as_float.is_integer():
         raise ValueError(f"{name} = {value!r} - it must be a whole number - write 2000, for example.")
     return max(-(2**31), min(int(as_float), 2**31 - 1))

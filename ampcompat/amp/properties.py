@@ -26,12 +26,6 @@ class Properties:
     def __init__(self) -> None:
         self.__dict__["options"] = {"enabled": False, **dict.fromkeys(("opt_level", *OPTIONS))}
 
-    def _update_options_dict(self, new_options: Mapping[str, object]) -> None:
-        unknown = sorted(set(new_options) - set(self.options))
-        if unknown:
-            raise ValueError(f"Unknown option(s) {unknown} - the options are {sorted(self.options)} - drop the others.")
-        self.options.update(new_options)
-
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("options", ()):
             return self.options[name]
@@ -47,9 +41,6 @@ class Properties:
             self.options[name] = value
         else:
             self.__dict__[name] = value
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.options})"
 
 
 def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple[Properties, torch.dtype]:

@@ -22,8 +22,6 @@ __all__ = ["main"]
 
 #: Commands whose line ends with a script and its own arguments; their modules have a ``split(argv)``.
 RUN_SCRIPTS = ("run", "parity")
-#: Words that are taken for commands, and what they are.
-TAKEN_FOR_COMMANDS = {"explain": "run --explain", "report": "run --report"}
 #: First words of a line that lacks only ``run``.
 FIRST_AFTER_RUN = ("-m", "-c", "-", "--opt-level", "--dtype", "--keep-fp32", "--explain", "--report")
 
@@ -67,10 +65,6 @@ def _refuse_first_word(parser: argparse.ArgumentParser, line: Sequence[str], com
     word = line[0]
     if word.endswith(".py") or word.partition("=")[0] in FIRST_AFTER_RUN:
         parser.error(f"no command is given - write: ampcompat run {shlex.join(line)}")
-    if word in TAKEN_FOR_COMMANDS:
-        parser.error(
-            f"no command {word!r} - write: ampcompat {TAKEN_FOR_COMMANDS[word]} {shlex.join(line[1:])}".rstrip()
-        )
     if not word.startswith("-"):
         parser.error(f"no command {word!r}{_suggestion(word, commands)} - commands: {', '.join(commands)}")
 

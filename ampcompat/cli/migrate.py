@@ -87,11 +87,7 @@ def _write(changes: Sequence[Change]) -> bool:
 def _interrupts_noted() -> Iterator[list[int]]:
     """Collect Ctrl-C instead of raising it, so that no file is left half way."""
     interrupts: list[int] = []
-    try:
-        previous = signal.signal(signal.SIGINT, lambda number, _frame: interrupts.append(number))
-    except ValueError:  # only the main thread gets signals
-        yield interrupts
-        return
+    previous = signal.signal(signal.SIGINT, lambda number, _frame: interrupts.append(number))
     try:
         yield interrupts
     finally:

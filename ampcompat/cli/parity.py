@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import os
 import shlex
 import sys
 import tempfile
@@ -84,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
     """Run all levels, print the table, and return the exit status."""
     levels = _checked(args)
     target: list[str] = args.target
-    if not run_command.can_open(target[0]) or not _can_start(target):
+    if not run_command.can_open(target[0]):
         return 2
     if args.out is not None:
         try:
@@ -144,29 +142,6 @@ def _checked(args: argparse.Namespace) -> list[Level]:
     except ValueError as problem:
         args.parser.error(str(problem))
         raise  # not reached: error() exits
-
-
-def _can_start(target: Sequence[str]) -> bool:
-    """Whether there is such a module, or a ``__main__.py`` in such a folder; if not, that is said in python's words."""
-    problem = ""
-    if target[0] == "-m" and not _is_module(target[1]):
-        problem = f"No module named {target[1]}"
-    elif os.path.isdir(target[0]) and not os.path.isfile(os.path.join(target[0], "__main__.py")):
-        problem = f"can't find '__main__' module in {target[0]!r}"
-    if problem:
-        emit(f"{sys.orig_argv[0]}: {problem}", error=True)
-    return not problem
-
-
-def _is_module(name: str) -> bool:
-    """Whether ``python -m name`` finds something here."""
-    sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
-    finally:
-        sys.path.remove(os.getcwd())
 
 
 class _Runner:
@@ -250,11 +225,7 @@ def _of_check(path: str) -> list[str]:
     from ampcompat.tools.check import scan
 
     lines = [f"next: {shlex.join(['ampcompat', 'check', path])}"]
-    try:
-        report = scan(path)
-    except (OSError, ValueError):
-        return lines
-    mistakes = [one for one in report.findings if one.kind == "trap" and one.level in ("error", "warning")]
+    mistakes = [one for one in scan(path).findings if one.kind == "trap" and one.level in ("error", "warning")]
     return lines + [f"  {path}:{one.line}: {one.level}: {one.note}" for one in mistakes]
 
 

@@ -81,9 +81,6 @@ def main(args: argparse.Namespace) -> int:
     """Run ``args.target``; what it raises is let through, with a traceback that begins at the script."""
     check_target(args)
     _check_options(args)
-    if args.explain == "" and _is_how(args.target[0]):
-        how = args.target[0]
-        args.parser.error(f"--explain {how} - the word is a part of the option - write --explain={how}")
     if args.opt_level:
         os.environ["AMPCOMPAT_OPT_LEVEL"] = args.opt_level
     if args.dtype:
@@ -107,23 +104,17 @@ def check_target(args: argparse.Namespace) -> None:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Refuse ``--keep-fp32`` without a pattern, and a ``--report`` whose file is the next word or cannot be written."""
+    """Refuse ``--keep-fp32`` without a pattern, values behind a blank, and a file that cannot be written."""
     if args.keep_fp32 is not None and not args.keep_fp32.replace(",", "").strip():
         args.parser.error(f"--keep-fp32 {args.keep_fp32!r} - it names no module - name some, such as 'decoder.*,head'")
-    if args.report is None:
-        return
-    if args.report == "" and _is_report(args.target):
-        file = args.target[0]
-        args.parser.error(f"--report {file} - the file is a part of the option - write --report={file}")
+    word = args.target[0]
+    if args.explain == "" and (word.isdecimal() or word in ("first", "json")):
+        args.parser.error(f"--explain {word} - the word is a part of the option - write --explain={word}")
+    if args.report == "" and word.endswith((".html", ".json", ".txt")):
+        args.parser.error(f"--report {word} - the file is a part of the option - write --report={word}")
     problem = why_not_writable(args.report) if args.report else ""
     if problem:
         args.parser.error(f"--report={args.report!r} - {problem} - name a file that can be written")
-
-
-def _is_report(target: Sequence[str]) -> bool:
-    """Whether the target is the file of a report rather than a script."""
-    kind = os.path.splitext(target[0])[1]
-    return kind in (".html", ".json") or (kind == ".txt" and not os.path.exists(target[0]))
 
 
 def _explain(args: argparse.Namespace) -> None:
@@ -134,11 +125,6 @@ def _explain(args: argparse.Namespace) -> None:
         explain_as(args.explain or str(LIMIT))
     except ValueError as problem:
         args.parser.error(f"--{problem}")
-
-
-def _is_how(target: str) -> bool:
-    """Whether ``target``, which is not a file, is what ``--explain=`` takes."""
-    return (target.isdecimal() or target in ("first", "json")) and not os.path.exists(target)
 
 
 @contextmanager

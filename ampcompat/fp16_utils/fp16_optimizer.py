@@ -54,7 +54,11 @@ class FP16_Optimizer:
             for p in group["params"]:
                 if p.dtype not in (*HALF_DTYPES, torch.float32):
                     raise TypeError(f"A parameter of {p.dtype} - only float16, bfloat16 and float32 - cast it first.")
-        self.loss_scaler = self._make_scaler(static_loss_scale, dynamic_loss_scale, dynamic_loss_args or {})
+        self.loss_scaler: AnyLossScaler
+        if dynamic_loss_scale:
+            self.loss_scaler = dynamic_scaler(dynamic_loss_args or {})
+        else:
+            self.loss_scaler = CallableLossScaler(static_loss_scale)
         self.dynamic_loss_scale = dynamic_loss_scale
         self.optimizer = init_optimizer
         self.verbose = verbose
@@ -65,9 +69,6 @@ class FP16_Optimizer:
         self.fp32_from_fp32_groups: list[list[Tensor]] = []
         for group in init_optimizer.param_groups:
             self._take(group)
-
-    def _make_scaler(self, static_scale: float, is_dynamic: bool, arguments: dict[str, Any]) -> AnyLossScaler:
-        return dynamic_scaler(arguments) if is_dynamic else CallableLossScaler(static_scale)
 
     def _take(self, group: ParamGroup) -> None:
         trainable = [p for p in group["params"] if p.requires_grad]

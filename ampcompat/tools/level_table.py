@@ -31,19 +31,11 @@ class Level:
 
 
 def read_levels(code: str) -> dict[str, Level]:
-    """The levels of ``LEVELS`` in the source of ``ampcompat/amp/levels.py``, by name.
-
-    Raises:
-        ValueError: The source has no such table.
-    """
+    """The levels of ``LEVELS`` in the source of ``ampcompat/amp/levels.py``, by name."""
     tree = ast.parse(code)
     fields = [name for node in tree.body if isinstance(node, ast.ClassDef) for name in _fields(node)]
-    tables = [
-        node.value for node in tree.body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "LEVELS"
-    ]
-    if len(tables) != 1 or not isinstance(tables[0], ast.Dict):
-        raise ValueError("no table LEVELS in this source - pass that of ampcompat/amp/levels.py")
-    table = tables[0]
+    assigned = [node for node in tree.body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "LEVELS"]
+    (table,) = [node.value for node in assigned if isinstance(node.value, ast.Dict)]
     levels = {}
     for name, row in zip(table.keys, table.values, strict=True):
         if isinstance(name, ast.Constant) and isinstance(row, ast.Call):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ampcompat.tools.core import observers
 from ampcompat.tools.recording.recorder import Recorder
@@ -32,18 +32,6 @@ class StepRecord:
     scale: float
     skipped: bool
     clean_passes: int
-
-
-class _Writer(Protocol):
-    def add_scalar(self, tag: str, value: float, step: int, /) -> object: ...
-
-
-class _Logger(Protocol):
-    def log_metrics(self, metrics: dict[str, float], /, *, step: int) -> object: ...
-
-
-class _Run(Protocol):
-    def log(self, values: dict[str, float], /) -> object: ...
 
 
 def on_step(callback: Callable[[StepRecord], object] | object) -> StepHandle:
@@ -125,7 +113,7 @@ def _by_name(record: StepRecord) -> dict[str, float]:
     return {prefix + name: value for name, value in numbers.items()}
 
 
-def _add_scalars(writer: _Writer) -> Callable[[StepRecord], None]:
+def _add_scalars(writer: Any) -> Callable[[StepRecord], None]:
     def write(record: StepRecord) -> None:
         for name, value in _by_name(record).items():
             writer.add_scalar(name, value, record.step)
@@ -133,10 +121,10 @@ def _add_scalars(writer: _Writer) -> Callable[[StepRecord], None]:
     return write
 
 
-def _log_metrics(logger: _Logger) -> Callable[[StepRecord], object]:
+def _log_metrics(logger: Any) -> Callable[[StepRecord], object]:
     return lambda record: logger.log_metrics(_by_name(record), step=record.step)
 
 
-def _log(run: _Run) -> Callable[[StepRecord], object]:
+def _log(run: Any) -> Callable[[StepRecord], object]:
     # Without a step of its own: wandb counts calls, and the script's own calls would be dropped.
     return lambda record: run.log({**_by_name(record), "amp/step": record.step})

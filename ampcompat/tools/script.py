@@ -122,9 +122,6 @@ def hand_alias_to_children() -> None:
     shim = str(SHIM)
     if shim not in sys.path:
         sys.path.append(shim)
-    pkg_resources = sys.modules.get("pkg_resources")
-    if pkg_resources is not None:  # it has looked at sys.path already
-        pkg_resources.working_set.add_entry(shim)
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if shim not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([*paths, shim])

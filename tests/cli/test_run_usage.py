@@ -17,7 +17,6 @@ def ran(monkeypatch, tmp_path):
     monkeypatch.setattr(script, "hand_alias_to_children", lambda: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
-    (tmp_path / "old.txt").write_text("")
     monkeypatch.delenv("AMPCOMPAT_KEEP_FP32", raising=False)
     monkeypatch.setattr("ampcompat.alias.install_as_apex", lambda force=False: False)
     return targets
@@ -74,8 +73,6 @@ def test_the_help_of_a_command_begins_with_a_sentence(capsys, command):
         ("train.py --lr 1", "run train.py --lr 1"),
         ("-m package.train", "run -m package.train"),
         ("--opt-level=O2 train.py", "run --opt-level=O2 train.py"),
-        ("explain train.py --lr 1", "run --explain train.py --lr 1"),
-        ("report", "run --report"),
     ],
 )
 def test_a_line_without_a_command_is_answered_by_the_line_that_was_meant(capsys, ran, line, meant):
@@ -98,15 +95,6 @@ def test_words_of_explain_as_a_word_of_their_own_get_a_hint(capsys, ran, words):
         f"ampcompat run: error: --explain {words} - the word is a part of the option - write --explain={words}"
     )
     assert ran == []
-
-
-def test_a_script_may_be_named_json(ran, monkeypatch, tmp_path):
-    """``json`` is also a word that ``--explain`` takes."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("AMPCOMPAT_EXPLAIN", "")  # put back afterwards
-    (tmp_path / "json").write_text("")
-    assert main(["run", "--explain", "json", "train.py"]) == 0
-    assert ran == [["json", "train.py"]]
 
 
 @pytest.mark.parametrize(

@@ -212,21 +212,9 @@ def test_patterns_from_the_environment(patterns):
     assert model[0].weight.dtype == (torch.float32 if kept else torch.float16)
 
 
-@pytest.mark.parametrize(
-    ("rank", "speaks"),
-    [
-        ("", True),
-        ("zero", True),
-        ("1e3", True),
-        ("0x1", True),
-        ("0", True),
-        ("-1", False),
-        (" 1 ", False),
-        ("٣", False),
-    ],
-)
-def test_a_rank_that_no_launcher_writes(rank, speaks, monkeypatch, capsys):
-    """What ``int`` does not read is rank 0, the one that speaks; nothing of it is an error."""
+@pytest.mark.parametrize(("rank", "speaks"), [("", True), ("0", True), ("1", False)])
+def test_the_rank_of_the_launcher_speaks(rank, speaks, monkeypatch, capsys):
+    """A launcher's template may leave it empty."""
     monkeypatch.setenv("RANK", rank)
     model = torch.nn.Linear(2, 2)
     amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2")

@@ -114,12 +114,8 @@ class _Ddp(Adapter):
 
     def leaves_reduction_to_script(self, leaves: Sequence[torch.Tensor]) -> bool:
         wrappers = ddp_index.wrappers or ()
-        return _hold_any(leaves, [wrapper for wrapper in wrappers if _is_left_to_script(wrapper)])
-
-
-def _is_left_to_script(wrapper: Any) -> bool:
-    """Whether ``wrapper`` is apex's after ``disable_allreduce()``."""
-    return not getattr(wrapper, "allreduce_enabled", True)
+        after_disable_allreduce = [one for one in wrappers if not getattr(one, "allreduce_enabled", True)]
+        return _hold_any(leaves, after_disable_allreduce)
 
 
 def _hold_any(leaves: Sequence[torch.Tensor], wrappers: list[Any]) -> bool:

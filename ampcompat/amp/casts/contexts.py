@@ -161,10 +161,7 @@ cast_state = state.add(CastState())
 
 # -- casts on ----------------------------------------------------------------------------------------------------------
 class ForwardCasts:
-    """Context of the forward of a model on ``device_type`` that casts functions.
-
-    The outermost such forward owns the weight cache, and one of another dtype inside it must not find its casts.
-    """
+    """Context of a model's forward on ``device_type`` that casts functions; the outermost owns the weight cache."""
 
     def __init__(self, casts: Casts, device_type: str) -> None:
         self.casts = casts
@@ -180,13 +177,9 @@ class ForwardCasts:
         self.before = save(device_types)
         self.forwards = thread.forwards
         self.is_outermost = not thread.forwards
-        self.clears_cache = self.is_outermost
         if self.is_outermost:
             torch.autocast_increment_nesting()  # so that a torch.autocast region inside keeps the cache at its exit
             torch.set_autocast_cache_enabled(not _torch.CACHES_WEIGHTS_ACROSS_GRAD_MODES)
-        elif torch.get_autocast_dtype(self.device_type) != casts.dtype:
-            self.clears_cache = True
-            torch.clear_autocast_cache()
         thread.forwards += 1
         for device_type in device_types:
             torch.set_autocast_enabled(device_type, True)
@@ -197,7 +190,6 @@ class ForwardCasts:
         cast_state.thread.forwards = self.forwards
         if self.is_outermost:
             torch.autocast_decrement_nesting()
-        if self.clears_cache:
             torch.clear_autocast_cache()
         restore(self.before)
 

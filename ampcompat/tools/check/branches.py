@@ -42,8 +42,6 @@ def contradict(source: Source, first: ast.AST, second: ast.AST) -> bool:
 def is_not_half(source: Source, node: ast.AST) -> bool:
     """Whether a test around ``node`` says that it is reached with another dtype than float16."""
     for test, holds in conditions(source, node):
-        if " or " in test:
-            continue
         names_half = HALF.search(test) is not None
         names_other = "dtype" in test and WIDE.search(test) is not None
         if (names_half and not holds) or (names_other and not names_half and holds):

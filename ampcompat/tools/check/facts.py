@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ampcompat.tools.check.mistakes import Mistake, Suspect
+from ampcompat.tools.check.mistakes import Suspect
 from ampcompat.tools.check.programs import Import, imports
 from ampcompat.tools.check.settings import INITIALIZE, Initialization, initializations
 from ampcompat.tools.check.source import SCALE_LOSS, Source
@@ -64,13 +64,10 @@ class Facts:
         return self.uses_amp or self.is_half_by_hand
 
 
-def _suspects(source: Source) -> list[Suspect]:
-    return [_suspect(source, trap.__name__, mistake) for trap in TRAPS for mistake in trap(source)]
-
-
-def _suspect(source: Source, name: str, mistake: Mistake) -> Suspect:
-    finding = source.finding(mistake.node, "trap", name, "", mistake.note)
-    return Suspect(finding, mistake.grade)
+def _suspects(source: Source) -> Iterator[Suspect]:
+    for trap in TRAPS:
+        for mistake in trap(source):
+            yield Suspect(source.finding(mistake.node, "trap", trap.__name__, "", mistake.note), mistake.grade)
 
 
 def _floats_sigmoid(source: Source) -> bool:

@@ -95,8 +95,6 @@ def read(path: str | Path) -> bytes:
             raise Unreadable(f"has {facts.st_size} bytes; files above {LARGEST} are not scanned")
         with open(descriptor, "rb", closefd=False) as file:
             return file.read(LARGEST)  # whatever it grows to meanwhile
-    except OSError as problem:
-        raise Unreadable(f"cannot be read: {problem.strerror or problem}") from None
     finally:
         os.close(descriptor)
 

@@ -40,8 +40,6 @@ def exports(module: str) -> frozenset[str]:
 def names_of(module: str) -> frozenset[str]:
     """The names that ampcompat's ``module`` binds to something of ampcompat's own; submodules do not count."""
     file = _file(PACKAGE.joinpath(*module.split(".")[1:]))
-    if not file.is_file():
-        return frozenset()
     foreign: set[str] = set()
     for node in ast.walk(ast.parse(file.read_bytes())):
         outside = isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("ampcompat")
@@ -58,8 +56,6 @@ def _file(place: Path) -> Path:
 @functools.cache
 def _bound(file: Path) -> frozenset[str]:
     """The names that a module binds at its top level, in branches too."""
-    if not file.is_file():
-        return frozenset()
     names: set[str] = set()
     rest: list[ast.AST] = [ast.parse(file.read_bytes())]
     for node in rest:  # grows on the way

@@ -1,6 +1,6 @@
 """How each symbol of apex fares here: the data that drives the check.
 
-Modules of apex, notes and refusals are written here; which names the modules supply is read from the package itself.
+Modules of apex and notes are written here; which names the modules supply is read from the package itself.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ampcompat._extensions import EXTENSIONS
+from ampcompat._replacements import NATIVE
 from ampcompat.tools.check.findings import DIFFERS, UNSUPPORTED, WORKS
 from ampcompat.tools.check.package_names import exports, names_of
 
@@ -22,7 +23,7 @@ class Symbol(NamedTuple):
 _MODULES_BELOW = {
     "apex": "_autocast_utils amp fp16_utils mlp multi_tensor_apply normalization optimizers parallel",
     "apex.amp": "__version__ _amp_state _initialize _process_optimizer amp compat frontend handle lists opt rnn_compat"
-    " scaler",
+    " scaler utils",
     "apex.amp.lists": "functional_overrides tensor_overrides torch_overrides",
     "apex.contrib": "clip_grad optimizers xentropy",
     "apex.contrib.clip_grad": "clip_grad",
@@ -51,6 +52,7 @@ _XENTROPY = Symbol(DIFFERS, "torch.nn.functional.cross_entropy underneath, not a
 _AMP_STATE = "loss_scalers opt_properties handle verbosity allow_incoming_model_not_fp32 hard_override"
 
 SYMBOLS: dict[str, Symbol] = {
+    **{f"apex.{name}": Symbol(UNSUPPORTED, f"use {instead}") for name, instead in NATIVE.items()},
     **_same(Symbol(WORKS), *MODULES, "apex.__version__"),
     # Made when they are asked for, or torch's own, so that the source of the module does not tell of them.
     **_same(
@@ -61,30 +63,17 @@ SYMBOLS: dict[str, Symbol] = {
         DIFFERS, "a registered class keeps its identity: its forward is wrapped, where apex replaced the class"
     ),
     "apex.amp.wrap": Symbol(UNSUPPORTED, "use amp.half_function, amp.float_function and amp.promote_function"),
-    "apex.amp.utils": Symbol(DIFFERS, "internal helpers of apex; use torch.is_floating_point and Tensor.to"),
     "apex.parallel.DistributedDataParallel": Symbol(
         DIFFERS, "it tolerates unused parameters with and without delay_allreduce; options of streams have no effect"
     ),
     **_same(_SYNC_BATCH_NORM, "apex.parallel.SyncBatchNorm", "apex.parallel.optimized_sync_batchnorm.SyncBatchNorm"),
-    "apex.reparameterization": Symbol(UNSUPPORTED, "use torch.nn.utils.parametrizations.weight_norm"),
-    "apex.RNN": Symbol(UNSUPPORTED, "use torch.nn.LSTM, torch.nn.GRU or torch.nn.RNN"),
     **_same(_MLP, "apex.mlp.MLP", "apex.mlp.mlp.MLP"),
-    "apex.fused_dense": Symbol(UNSUPPORTED, "use torch.nn.Linear"),
-    "apex.transformer": Symbol(UNSUPPORTED, "use Megatron-Core, or torch.distributed.tensor.parallel"),
-    "apex.pyprof": Symbol(UNSUPPORTED, "use torch.profiler"),
     "apex.contrib": Symbol(UNSUPPORTED, "use the torch operation of the same purpose"),
     **_same(
         _XENTROPY,
         "apex.contrib.xentropy.SoftmaxCrossEntropyLoss",
         "apex.contrib.xentropy.softmax_xentropy.SoftmaxCrossEntropyLoss",
     ),
-    "apex.contrib.multihead_attn": Symbol(UNSUPPORTED, "use torch.nn.MultiheadAttention"),
-    "apex.contrib.fmha": Symbol(UNSUPPORTED, "use torch.nn.functional.scaled_dot_product_attention"),
-    "apex.contrib.group_norm": Symbol(UNSUPPORTED, "use torch.nn.GroupNorm"),
-    "apex.contrib.groupbn": Symbol(UNSUPPORTED, "use torch.nn.SyncBatchNorm"),
-    "apex.contrib.layer_norm": Symbol(UNSUPPORTED, "use apex.normalization.FusedLayerNorm or torch.nn.LayerNorm"),
-    "apex.contrib.sparsity": Symbol(UNSUPPORTED, "use torch.ao.pruning"),
-    "apex.contrib.focal_loss": Symbol(UNSUPPORTED, "use torchvision.ops.sigmoid_focal_loss"),
 }
 """What the source of ampcompat does not tell. Every other name that its module of the same name has works."""
 

@@ -11,7 +11,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ampcompat.tools.check.files import Text, Unreadable, decode, read
+from ampcompat.tools.check.files import Text, decode, read
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,7 @@ class Change:
             return None
         if self.old is not None:
             return self.old.code
-        try:
-            return decode(read(self.path)).code
-        except Unreadable:
-            return None
+        return decode(read(self.path)).code
 
     @property
     def changed(self) -> bool:

@@ -53,10 +53,8 @@ class Edits:
         position = arguments.index((start, end))
         if position > 0:
             self._replaced[arguments[position - 1][1], end] = ""
-        elif len(arguments) > 1:
-            self._replaced[start, arguments[1][0]] = ""
         else:
-            self._replaced[start, end] = ""
+            self._replaced[start, arguments[1][0] if len(arguments) > 1 else end] = ""
 
     def add_keyword(self, call: ast.Call, text: str) -> None:
         """Put an argument behind the last of a call."""

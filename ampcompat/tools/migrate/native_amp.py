@@ -39,20 +39,6 @@ from typing import Any
 
 import torch
 
-# <star_imports>
-__all__ = [
-    "disable_casts",  # <functions>
-    "float_function",  # <functions>
-    "half_function",  # <functions>
-    "initialize",
-    "load_state_dict",  # <checkpoints>
-    "master_params",
-    "register_float_function",  # <functions>
-    "register_half_function",  # <functions>
-    "scale_loss",
-    "state_dict",  # <checkpoints>
-]
-# </star_imports>
 #: The dtype of a model's forward, and the loss scale, of each opt_level.
 LEVELS: dict[str, tuple[torch.dtype | None, str | float]] = {
     "O0": (None, 1.0),

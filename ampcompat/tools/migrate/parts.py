@@ -38,7 +38,6 @@ NEEDS = {
         "functions": r"half_function|float_function|disable_casts",
         "fused_checkpoints": r"FusedAdam|FusedAdagrad|fused_ada",
         "retained_gradients": r"retain_grad",
-        "star_imports": rf"(\bapex\.amp|\b{NAME}) import \*",
         # Losses that may come from another method of a model, or from a part of it.
         "unused_forwards": r"^[ \t]{1,40}(async )?def (?!forward\b|_)\w{1,60}\(\s{0,9}self|"
         r"(?<!\bF)(?<!\bnn)(?<!\bself)(?<!functional)\.(?!scale_loss|loss_scale)"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import sys
 from collections.abc import Iterator
 
 from ampcompat.tools.check.source import Source
@@ -20,7 +21,7 @@ def _source() -> Source:
 
 def has(name: str) -> bool:
     """Whether ``native_amp`` has a name: one of its own, or ``__dict__`` and the like, which every module has."""
-    return name in _names() or (name.startswith("__") and hasattr(functools, name))
+    return name in _names() or (name.startswith("__") and hasattr(sys.modules[__name__], name))
 
 
 @functools.cache

@@ -87,7 +87,8 @@ def _import_from(node: ast.ImportFrom, edits: Edits) -> None:
     if node.level or node.module is None or not is_apex(node.module):
         return
     new = _renamed(node.module)
-    unsupported = [a for a in node.names if a.name != "*" and _is_unsupported(f"{node.module}.{a.name}")]
+    named = [alias for alias in node.names if alias.name != "*"]
+    unsupported = [alias for alias in named if verdict(f"{node.module}.{alias.name}").verdict == UNSUPPORTED]
     if new is not None and not unsupported:
         edits.replace(node, edits.text(node).replace(node.module, new, 1))
         return
@@ -97,10 +98,6 @@ def _import_from(node: ast.ImportFrom, edits: Edits) -> None:
         _put(node, "", edits.text(node), names, edits)
         return
     _put(node, f"from {new} import {listed(good)}", f"from {node.module} import {listed(unsupported)}", names, edits)
-
-
-def _is_unsupported(symbol: str) -> bool:
-    return verdict(symbol).verdict == UNSUPPORTED
 
 
 def _put(node: ast.stmt, good: str, left: str, names: Iterable[str], edits: Edits) -> None:

@@ -115,8 +115,6 @@ def _describe(run: Run, options: Options, code: int | None, end: End) -> None:
         run.message = "" if any(step.losses for step in run.steps) else _NO_LOSS
     elif run.ending == "stalled":
         hint = "" if made else "; raise --timeout if the script is just slow to start"
-        if end and not made:
-            hint = f"; {_why_no_step(end)}"
         run.message = f"no step for {options.timeout:g} s, ended {after}{hint}"
     elif code or end.get("error"):
         run.ending = "crashed"

@@ -40,7 +40,7 @@ def table(
     return "\n".join([*lines, *(["", *off] if off else [])])
 
 
-def skip_note(result: Result, reference: str = "O0") -> str:
+def skip_note(result: Result, reference: str) -> str:
     """Which steps a level skipped, and what that means for its deviation; "" where it skipped none."""
     numbers = result.run.skipped_steps
     if not numbers:

@@ -32,10 +32,6 @@ class End(TypedDict, total=False):
     children: bool
 
 
-class EnoughSteps(SystemExit):
-    """Leaves the script after the last step asked for, as ``sys.exit(0)`` would."""
-
-
 class Journal:
     """A file of lines, flushed at once: whatever happens to the process, what it did so far is there to be read.
 
@@ -68,7 +64,7 @@ class Journal:
             self.write("step", asdict(step))
         # The exit of another thread would not end the script; the process that waits for this one ends it then.
         if self.made >= self.steps and threading.current_thread() is threading.main_thread():
-            raise EnoughSteps(0)
+            raise SystemExit(0)
 
     @contextlib.contextmanager
     def ending(self, seen: Callable[[], End]) -> Iterator[None]:

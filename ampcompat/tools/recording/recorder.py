@@ -107,7 +107,7 @@ class Recorder:
         self._underway.append(_Underway(step, SkipFlag(optimizer, skipped), scales))
         self.deliver(wait=self._reads_losses)
 
-    def deliver(self, wait: bool = False) -> None:
+    def deliver(self, wait: bool) -> None:
         """Hand over steps, oldest first, as far as their numbers have arrived; all of them, if it is to wait."""
         while self._underway and (wait or self._underway[0].arrived()):
             self._on_record(self._underway.popleft().read())

@@ -224,7 +224,7 @@ def _write(facts: Facts, target: Path) -> None:
     """Write a file in one piece, in the form that its name asks for."""
     if target.suffix == ".json":
         content = to_json(asdict(facts), indent=1) + "\n"
-    elif target.suffix in (".html", ".htm"):
+    elif target.suffix == ".html":
         content = as_page(facts)
     else:
         content = as_text(facts) + "\n"

@@ -129,11 +129,11 @@ def build(device: torch.device) -> tuple[torch.nn.Sequential, torch.optim.Optimi
     return model, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
 
-def batch(device: torch.device, size: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Images of four kinds that a few steps can tell apart."""
     generator = torch.Generator().manual_seed(1)
-    kinds = torch.arange(size, dtype=torch.long, device="cpu") % 4
-    images = 0.5 * torch.randn(size, 1, 8, 8, generator=generator, dtype=torch.float32, device="cpu")
+    kinds = torch.arange(32, dtype=torch.long, device="cpu") % 4
+    images = 0.5 * torch.randn(32, 1, 8, 8, generator=generator, dtype=torch.float32, device="cpu")
     for kind in range(4):
         images[kinds == kind, :, 2 * kind : 2 * kind + 2] += 1.0
     return images.to(device), kinds.to(device)

@@ -97,22 +97,6 @@ def test_another_dtype_inside_the_forward():
     assert dtypes == [torch.float16, torch.bfloat16, torch.float16]
 
 
-def test_models_of_two_half_dtypes_that_share_a_weight():
-    inner = nn.Linear(4, 4)
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x):
-            return nn.functional.linear(x, inner.weight), self.inner(x), nn.functional.linear(x, inner.weight)
-
-    outer = initialize(Outer(), opt_level="O1", verbosity=0)
-    initialize(inner, opt_level="O4", verbosity=0)
-    assert [y.dtype for y in outer(torch.randn(2, 4))] == [torch.float16, torch.bfloat16, torch.float16]
-
-
 def test_the_cache_is_used_inside_a_forward_and_empty_after_it():
     class Unrolled(nn.Module):
         def __init__(self):

@@ -7,19 +7,6 @@ from core_kit import backward, loss_of, masters, same, start, train
 
 from ampcompat import amp
 
-
-# -- _amp_state.handle._is_active --------------------------------------------------------------------------------------
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_is_active_cannot_be_written(level):
-    """No script is known to write it; apex's ``disable_casts`` did."""
-    start(level)
-    handle = amp._amp_state.handle
-    before = handle._is_active
-    with pytest.raises(AttributeError, match=r"_is_active = False - .* - use `with amp.disable_casts\(\):`"):
-        handle._is_active = False
-    assert handle._is_active == before == (level == "O1")
-
-
 # -- _amp_state.loss_scalers[i], _amp_state.verbosity, amp.load_state_dict ---------------------------------------------
 #: Spellings of 4 that apex's arithmetic took, and its text.
 FOURS = [4, 4.0, np.int64(4), np.float32(4), torch.tensor(4), torch.tensor(4.0), torch.tensor(4, dtype=torch.half), "4"]
@@ -101,7 +88,7 @@ def test_a_growth_interval_of_argparse_is_followed(interval):
     assert not same(masters(optimizer), before)
 
 
-@pytest.mark.parametrize("never", [0, -3, float("inf"), 1e12])
+@pytest.mark.parametrize("never", [0, -3, 1e12])
 def test_a_growth_interval_that_is_never_reached(never):
     """apex compared the count with it."""
     model, optimizer = start("O2")

@@ -51,11 +51,6 @@ def test_every_level_is_read():
     assert any(row.cast_model_type is torch.bfloat16 for row in table.LEVELS.values())
 
 
-def test_a_source_without_the_table():
-    with pytest.raises(ValueError, match="no table LEVELS in this source"):
-        read_levels("x = 1\n")
-
-
 @pytest.fixture
 def new_row(monkeypatch):
     """A level O6, with masters and a static scale, as a row of the table makes it."""

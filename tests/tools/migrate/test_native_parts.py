@@ -52,7 +52,6 @@ NEEDS = {
     "with amp.disable_casts(): pass": "functions",
     "optimizer = FusedAdam(model.parameters())": "fused_checkpoints",
     "features.retain_grad()": "retained_gradients",
-    "from apex.amp import *": "star_imports",
     "class Net(nn.Module):\n    def loss(self, x): pass": "unused_forwards",
     "loss = model.compute_loss(x)": "unused_forwards",
 }

@@ -235,18 +235,6 @@ def test_steps_are_counted_on_a_terminal(monkeypatch, capsys):
     assert "\r\x1b[KO1 fp16: step 1 of 20\r\x1b[KO1 fp16: 1 step, " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("target", "said"),
-    [(["-m", "nosuch.module"], "No module named nosuch.module"), (["."], "can't find '__main__' module")],
-)
-def test_what_cannot_be_started_is_bad_usage(monkeypatch, capsys, tmp_path, target, said):
-    monkeypatch.chdir(tmp_path)
-    started = fake_runs(monkeypatch)
-    assert main(["parity", *target]) == 2
-    assert said in capsys.readouterr().err
-    assert started == []
-
-
 def test_nothing_runs_after_an_o0_that_nothing_can_be_compared_with(monkeypatch, capsys):
     started = fake_runs(monkeypatch, O0=run("O0", [], ending="ended", message="the script never called amp.initialize"))
     assert main(["parity", SCRIPT]) == 1

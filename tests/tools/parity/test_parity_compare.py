@@ -142,7 +142,7 @@ def test_fewer_losses_than_the_reference_has_fail():
 
 def test_many_skipped_steps_are_counted():
     long = with_skips([1.0] * 30, range(1, 21))
-    note = skip_note(judge([run("O0", [1.0] * 30), long], Tolerance(0.1))[1])
+    note = skip_note(judge([run("O0", [1.0] * 30), long], Tolerance(0.1))[1], "O0")
     assert note.startswith("O1 fp16 skipped steps 1, 2, 3, 4, 5, 6, 7, 8 and 12 more for an overflow")
     assert long.skipped_steps == list(range(1, 21))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ampcompat.tools.generators import seed_all
-from ampcompat.tools.recording.journal import EnoughSteps, Journal, error_line, read_step
+from ampcompat.tools.recording.journal import Journal, error_line, read_step
 from ampcompat.tools.recording.process import command
 from ampcompat.tools.recording.steps import Scale, Step
 
@@ -78,7 +78,6 @@ def test_a_forked_copy_writes_nothing(journal, monkeypatch):
         (None, None),
         (SystemExit(), None),
         (SystemExit(0), None),
-        (EnoughSteps(0), None),
         (SystemExit(3), "it exited with 3"),
         (SystemExit("no data"), "it exited with 'no data'"),
         (KeyError("x"), "KeyError: 'x'"),

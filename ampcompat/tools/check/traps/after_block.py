@@ -64,15 +64,10 @@ def _model_of(source: Source, node: ast.expr | None) -> str:
         elif not isinstance(node, ast.Call):
             return ""
         elif called(node) in ("parameters", "named_parameters"):
-            return _owner(node) or "?"
+            return dotted(node.func).rpartition(".")[0] or "?"
         else:
             node = node.args[-1] if node.args and called(node) in LISTS else None
     return ""
-
-
-def _owner(call: ast.Call) -> str:
-    """The name of the object whose method is called."""
-    return dotted(call.func).rpartition(".")[0]
 
 
 def _grade_of_change(source: Source, node: ast.expr | ast.stmt, model: str) -> Grade | None:

@@ -8,7 +8,6 @@ from typing import TypeAlias
 
 from ampcompat.tools.check.bindings import dotted
 from ampcompat.tools.check.branches import contradict
-from ampcompat.tools.check.calls import function_of
 from ampcompat.tools.check.source import Source, once
 
 CLIPS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_")
@@ -28,20 +27,6 @@ def blocks_by_function(source: Source) -> dict[ast.AST, list[With]]:
     for block in sorted(source.scaled_blocks(), key=lambda block: block.lineno):
         found.setdefault(source.scope(block), []).append(block)
     return found
-
-
-@once
-def run_in_blocks(source: Source) -> set[ast.AST]:
-    """The functions that run inside a ``scale_loss`` block, called there or by others that are."""
-    found: dict[ast.AST, None] = {}
-    waiting: list[ast.AST] = [*source.scaled_blocks()]
-    for part in waiting:  # grows on the way
-        for node in source.within(part):
-            function = function_of(source, node) if isinstance(node, ast.Call) else None
-            if function is not None and function not in found:
-                found[function] = None
-                waiting.append(function)
-    return set(found)
 
 
 def block_above(blocks: list[With], node: ast.expr | ast.stmt) -> With | None:

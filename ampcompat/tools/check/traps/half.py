@@ -12,7 +12,6 @@ from ampcompat.tools.check.source import Source, called, number
 PRODUCTS = {"matmul", "bmm"}
 #: Methods and functions that leave no half tensor, modules that know none, and the dtypes' names.
 WIDENS = {"float", "double", "item", "cpu", "numpy", "to_float", "len"}
-PLAIN_MODULES = {"np", "numpy", "math"}
 WIDE = ("float32", "float64")
 #: Methods that leave no floating tensor.
 COUNTS = {"long", "int", "bool", "argmax"}
@@ -95,11 +94,9 @@ def _is_made_wide(source: Source, name: ast.Name) -> bool:
 
 
 def _is_wide(node: ast.AST) -> bool:
-    """Whether a node says float32 or numpy."""
+    """Whether a node says float32."""
     if isinstance(node, ast.Call):
         return called(node) in WIDENS
-    if isinstance(node, ast.Attribute) and words(node.value) in PLAIN_MODULES:
-        return True
     return _names_wide_dtype(node)
 
 
@@ -131,8 +128,6 @@ def _origin(source: Source, node: ast.expr) -> ast.expr:
             before = certain_value(source, node)
         elif isinstance(node, ast.Subscript):
             before = node.value
-        elif isinstance(node, ast.UnaryOp):
-            before = node.operand
         elif isinstance(node, ast.BinOp):
             before = _beside_number(node)
         elif isinstance(node, ast.Call):

@@ -10,18 +10,18 @@ from ampcompat.tools.check.branches import contradict
 from ampcompat.tools.check.calls import class_around
 from ampcompat.tools.check.settings import initializations
 from ampcompat.tools.check.source import Source, argument, once
-from ampcompat.tools.check.traps.blocks import CLIPS, run_in_blocks
+from ampcompat.tools.check.traps.blocks import CLIPS
 
 
 def is_initialized_by_class(source: Source, node: ast.AST, model: str) -> bool:
     """Whether ``node`` is code of a method, for runs in which its class has given ``model`` to ``amp.initialize``.
 
-    What runs inside a ``scale_loss`` block does not count, nor do methods with a plain backward pass, which may have an
-    optimizer of their own, nor classes that clip master parameters somewhere.
+    Methods with a plain backward pass do not count, which may have an optimizer of their own, nor do classes that clip
+    master parameters somewhere.
     """
     around = class_around(source, node)
     method = source.scope(node)
-    if around is None or method in run_in_blocks(source):
+    if around is None:
         return False
     if any(source.scope(call) is method and not call.args for call in source.calls_named("backward")):
         return False

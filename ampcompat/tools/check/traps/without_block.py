@@ -54,11 +54,8 @@ def _after_a_block(source: Source) -> Iterator[Mistake]:
 def _scales_otherwise(source: Source) -> bool:
     """Whether the code, comments and texts aside, names anything by which losses are scaled."""
     names: set[str] = set()
-    for node in source.kind(ast.Name, ast.Attribute, ast.alias, ast.Constant):
-        text = getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "name", None)
-        if isinstance(node, ast.Constant) and node.value in OTHER_SCALING:
-            text = node.value
-        names.add(str(text))
+    for node in source.kind(ast.Name, ast.Attribute, ast.alias):
+        names.add(str(getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "name", None)))
     return any(word in name for name in names for word in OTHER_SCALING)
 
 
