@@ -267,7 +267,7 @@ HOMES = {
     "opt": ["OptimWrapper"],
     "_amp_state": ["_amp_state", "AmpState", "warn_or_err", "maybe_print", "master_params"],
     "amp": ["init", "half_function", "register_float_function"],
-    "utils": ["is_fp_tensor", "maybe_half", "maybe_float", "type_string"],
+    "utils": ["is_nested", "is_fp_tensor", "maybe_half", "maybe_float", "cached_cast", "type_string"],
     "compat": ["filter_attrs"],
     "rnn_compat": ["has_old_rnns"],
 }
@@ -293,6 +293,36 @@ def test_helpers_of_apex_that_scripts_import():
     assert utils.is_fp_tensor([half, wide])
     assert utils.maybe_half([wide])[0].dtype == torch.float16
     assert utils.maybe_float({"a": half})["a"].dtype == torch.float32
+
+
+def test_cached_cast_keeps_casts_of_what_it_has_seen():
+    from ampcompat.amp import utils
+
+    cache = {}
+    weight, other = torch.nn.Parameter(torch.ones(2)), torch.ones(3)
+    once = utils.cached_cast(utils.maybe_half, weight, cache)
+    assert (once.dtype, once.requires_grad) == (torch.float16, True)
+    assert utils.cached_cast(utils.maybe_half, weight, cache) is once
+    nested = utils.cached_cast(utils.maybe_half, [weight, (other, weight)], cache)
+    assert nested[0] is nested[1][1] is once
+    assert type(nested[1]) is tuple
+    assert nested[1][0].dtype == torch.float16
+    once.sum().backward()
+    assert weight.grad.tolist() == [1.0, 1.0]
+
+
+def test_cached_cast_casts_again_where_the_cast_has_no_gradient():
+    from ampcompat.amp import utils
+
+    cache = {}
+    weight = torch.nn.Parameter(torch.ones(2))
+    with torch.no_grad():
+        for_evaluation = utils.cached_cast(utils.maybe_half, weight, cache)
+        assert utils.cached_cast(utils.maybe_half, weight, cache) is for_evaluation
+    for_training = utils.cached_cast(utils.maybe_half, weight, cache)
+    assert (for_evaluation.requires_grad, for_training.requires_grad) == (False, True)
+    with torch.no_grad():
+        assert utils.cached_cast(utils.maybe_half, weight, cache) is for_training
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
