@@ -23,7 +23,7 @@ class Symbol(NamedTuple):
 _MODULES_BELOW = {
     "apex": "_autocast_utils amp fp16_utils mlp multi_tensor_apply normalization optimizers parallel",
     "apex.amp": "__version__ _amp_state _initialize _process_optimizer amp compat frontend handle lists opt rnn_compat"
-    " scaler",
+    " scaler utils",
     "apex.amp.lists": "functional_overrides tensor_overrides torch_overrides",
     "apex.contrib": "clip_grad optimizers xentropy",
     "apex.contrib.clip_grad": "clip_grad",
@@ -63,7 +63,6 @@ SYMBOLS: dict[str, Symbol] = {
         DIFFERS, "a registered class keeps its identity: its forward is wrapped, where apex replaced the class"
     ),
     "apex.amp.wrap": Symbol(UNSUPPORTED, "use amp.half_function, amp.float_function and amp.promote_function"),
-    "apex.amp.utils": Symbol(DIFFERS, "internal helpers of apex; use torch.is_floating_point and Tensor.to"),
     "apex.parallel.DistributedDataParallel": Symbol(
         DIFFERS, "it tolerates unused parameters with and without delay_allreduce; options of streams have no effect"
     ),

@@ -63,7 +63,8 @@ def test_other_packages_are_left_alone(code):
             "apex.amp._process_optimizer.AmpOptimizerState",
             "works",
         ),
-        ("from apex.amp.utils import cached_cast", "apex.amp.utils", "differs"),
+        ("from apex.amp.utils import cached_cast", "apex.amp.utils.cached_cast", "unsupported"),
+        ("from apex.amp.utils import is_fp_tensor", "apex.amp.utils.is_fp_tensor", "works"),
     ],
 )
 def test_extensions_and_private_modules(code, name, level):
