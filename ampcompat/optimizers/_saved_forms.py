@@ -79,8 +79,18 @@ TORCH_ADAGRAD: Final = Form(
 )
 ADAGRAD: Final = Form("apex.optimizers.FusedAdagrad", frozenset(("eps", "weight_decay")), frozenset(("sum",)))
 
-#: The forms, the most particular first: the first that matches counts.
-FORMS: Final = (NOVOGRAD, LAMB, TORCH_ADAM, TRANSFORMERS_ADAM, CONTRIBUTED_ADAM, ADAM, SGD, TORCH_ADAGRAD, ADAGRAD)
+#: Every form that has a name, the most particular first: the first that matches counts. The second part is never read;
+#: it is there for messages.
+FORMS: Final = (
+    *(NOVOGRAD, LAMB, TORCH_ADAM, TRANSFORMERS_ADAM, CONTRIBUTED_ADAM, ADAM, SGD, TORCH_ADAGRAD),
+    Form("torch.optim.NAdam", frozenset(("momentum_decay",))),
+    Form("torch.optim.RMSprop", frozenset(("alpha", "centered"))),
+    Form("torch.optim.Adadelta", frozenset(("rho",))),
+    Form("torch.optim.Adamax", frozenset(("betas",)), frozenset(("exp_inf",))),
+    Form("torch.optim.RAdam", frozenset(("betas", "decoupled_weight_decay"))),
+    Form("torch.optim.SparseAdam", frozenset(("betas",)), _COUNTED_MOMENTS),
+    ADAGRAD,
+)
 
 #: What each optimizer reads.
 READS: Final[Mapping[str, tuple[Form, ...]]] = {

@@ -187,7 +187,7 @@ def test_what_was_converted_is_saved_as_our_own(target, source):
 
 
 @pytest.mark.parametrize(("target", "source"), [(t, s) for t, s in PAIRS if s not in CONTINUED[t]])
-def test_the_rest_is_refused_by_name_before_anything_changes(target, source):
+def test_the_rest_is_refused_by_both_names_before_anything_changes(target, source):
     theirs, _ = trained(SOURCES[source])
     optimizer, params = trained(TARGETS[target])
     before = snapshot(optimizer)
