@@ -88,7 +88,7 @@ FORMS: Final = (
     Form("torch.optim.Adadelta", frozenset(("rho",))),
     Form("torch.optim.Adamax", frozenset(("betas",)), frozenset(("exp_inf",))),
     Form("torch.optim.RAdam", frozenset(("betas", "decoupled_weight_decay"))),
-    Form("torch.optim.SparseAdam", frozenset(("betas",)), _COUNTED_MOMENTS),
+    Form("an Adam such as torch.optim.SparseAdam", frozenset(("betas",)), _COUNTED_MOMENTS),
     ADAGRAD,
 )
 

@@ -63,7 +63,8 @@ def test_other_packages_are_left_alone(code):
             "apex.amp._process_optimizer.AmpOptimizerState",
             "works",
         ),
-        ("from apex.amp.utils import cached_cast", "apex.amp.utils.cached_cast", "unsupported"),
+        ("from apex.amp.utils import cached_cast", "apex.amp.utils.cached_cast", "works"),
+        ("from apex.amp.utils import casted_args", "apex.amp.utils.casted_args", "unsupported"),
         ("from apex.amp.utils import is_fp_tensor", "apex.amp.utils.is_fp_tensor", "works"),
     ],
 )
