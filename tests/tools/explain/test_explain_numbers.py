@@ -55,4 +55,4 @@ def test_lost_hyperparameters_are_reported_once(capsys):
     assert "where     group 0 of SGD" in told
     assert "hint      leave weight_decay out, or pass weight_decay=1e-6 or more" in told
     assert "opt_level='O2'" in told
-    assert explainer().left == 3
+    assert explainer().telling.left == 3

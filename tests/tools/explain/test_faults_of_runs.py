@@ -426,7 +426,7 @@ FAULTS = {
             "pass": "backward",
             "next growth": "fc.weight grew from",
         },
-        r"; the cause of \d+ of these is the growth of fc.weight, at lr=0.01; that of 12 is \S*:\d+ \(.*\)\.$",
+        r"; the cause of \d+ of these is the growth of fc.weight, at lr=0.01; that of 11 is \S*:\d+ \(.*\)\.$",
         model=lambda: Layer(LargeBackward.apply),
         level="O2",
         batch=lambda step: WIDE / 5,

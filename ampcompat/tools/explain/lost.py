@@ -1,0 +1,58 @@
+"""The steps that were lost: one row each, and what becomes of the rows whose cause is not known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+#: How far a step of a known cause may be from one that it explains.
+NEAR = 50
+
+
+@dataclass
+class LostStep:
+    """A step that was skipped, or made with a loss, gradients or weights that are not finite.
+
+    Attributes:
+        what: What was not finite: "loss", "gradients" or "weights".
+        fault: The key of the fault that it was lost to; None where that is not known.
+        was_watched: Whether the step was watched as it ran.
+        was_looked_into: Whether its cause was looked for.
+        is_normal: Whether the loss scale came down in it, and nothing else is known to have happened.
+        number: Its number among the steps of all optimizers, from 1.
+        skipped: Whether it was skipped.
+        scale: What became of the loss scale, as in "came down to 128"; "" where nothing did.
+    """
+
+    what: str
+    fault: object = None
+    was_watched: bool = False
+    was_looked_into: bool = True
+    is_normal: bool = False
+    number: int = 0
+    skipped: bool = False
+    scale: str = ""
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether it is not known what it was lost to."""
+        return self.fault is None and not self.is_normal
+
+
+def has_found(lost: Sequence[LostStep], what: str) -> bool:
+    """Whether the watch has shown why the ``what`` of a step was not finite."""
+    return any(one.what == what and one.was_watched and one.fault is not None for one in lost)
+
+
+def put_down(lost: Sequence[LostStep]) -> None:
+    """Put each step whose cause is not known down to that of the nearest like it.
+
+    What the watch shows is likely to have lost the steps near it, too, that running a forward again did not explain.
+    """
+    known = [one for one in lost if one.was_looked_into and one.fault is not None]
+    for step in [one for one in lost if one.is_unknown]:
+        like = [one for one in known if one.what == step.what]
+        if step.was_looked_into:
+            like = [one for one in like if one.was_watched and abs(one.number - step.number) <= NEAR]
+        if like:
+            step.fault = min(like, key=lambda one: abs(one.number - step.number)).fault
