@@ -1,8 +1,8 @@
-"""The observer that explains lost steps: from events of amp to what is told.
+"""The observer: which events of a run are looked into.
 
 A step is lost when its loss, a gradient or a weight that it wrote is not finite, or when it is skipped. What is not
-finite is searched for its origin, and the fault that has it is told; the gradients of a skip that may be a normal
-back-off of the loss scale are looked at by the watch alone.
+finite is looked into at once; the gradients of a skip that may be a normal back-off of the loss scale only while the
+steps are watched.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,18 +26,15 @@ from ampcompat.tools.core import (
     rank,
     was_skipped,
 )
+from ampcompat.tools.explain.diagnosis import Case, Diagnosis
 from ampcompat.tools.explain.fault import Fault
-from ampcompat.tools.explain.growth import Grown
-from ampcompat.tools.explain.lost import LostStep, has_found
+from ampcompat.tools.explain.lost import LostStep
 from ampcompat.tools.explain.messages import Message
 from ampcompat.tools.explain.misuse import spoiling_misuse, warned
 from ampcompat.tools.explain.numbers import not_representable, optimizer_name
-from ampcompat.tools.explain.ops import is_too_large_unscaled, op_fault
-from ampcompat.tools.explain.probe import Event
 from ampcompat.tools.explain.ranks import Ranks
 from ampcompat.tools.explain.search import Search
-from ampcompat.tools.explain.spoiled import SpoiledWeights
-from ampcompat.tools.explain.steps import WINDOW, Block, Steps
+from ampcompat.tools.explain.steps import Block, Steps
 from ampcompat.tools.explain.telling import Telling
 from ampcompat.tools.explain.underflow import Underflow
 from ampcompat.tools.explain.verdict import Account, Verdict, rows
@@ -47,37 +43,6 @@ from ampcompat.tools.tensors import is_finite
 
 #: Of steps that are skipped in a row, every so-manieth is watched: a scale that comes down may be all that there is.
 SKIPS_TO_A_WATCH = 3
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is looked into: something of a step that is not finite.
-
-    Attributes:
-        head: What was seen, as in "The loss of step 3 is nan.".
-        number: Of the step.
-        rows: The step, as that of each of its optimizers.
-        block: The block that lost it.
-        tensors: What is not finite: the loss, or gradients.
-        is_fault: Whether it is known to be no ordinary back-off of the loss scale.
-    """
-
-    head: str
-    number: int
-    rows: Sequence[LostStep]
-    block: Block
-    tensors: list[torch.Tensor]
-    is_fault: bool = True
-
-    @property
-    def what(self) -> str:
-        """What is not finite: "loss" or "gradients"."""
-        return self.rows[0].what
-
-    def lose_to(self, key: object) -> None:
-        """Note the fault that the step was lost to."""
-        for row in self.rows:
-            row.fault = key
 
 
 def _unseen(method: Callable[..., None]) -> Callable[..., None]:
@@ -105,20 +70,17 @@ class OverflowExplainer:
         self.watch = self.search.watch
         self.telling = Telling(limit, stop, json, self.watch.stop)
         self.ranks = Ranks()
-        self.spoiled = SpoiledWeights()
         self.steps: weakref.WeakKeyDictionary[Optimizer, Steps] = weakref.WeakKeyDictionary()
+        self.diagnosis = Diagnosis(self.search, self.telling, self.steps)
         self.count = 0  # of the steps of all optimizers
-        self.lost: list[LostStep] = []
         self.underflow: Underflow | None = None  # of the latest step, if its gradients were too small
         self.block: Block | None = None  # the one that is open
-        self.given: object = None  # the key of an input that was not finite, until it is known what made it
-        self.too_large: Fault | None = None  # gradients too large at any loss scale, once told: weights then grow too
 
     # -- events ------------------------------------------------------------------------------------------------------
     @_unseen
     def on_initialize(self) -> None:
         """Note the weights that are not finite before any step."""
-        self.spoiled.note_initialize()
+        self.diagnosis.spoiled.note_initialize()
 
     @_unseen
     def on_forward(self, model: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -141,7 +103,7 @@ class OverflowExplainer:
         for one in optimizers:
             self._steps_of(one).begin_block(one, self.block)
         if all(steps.is_finite for steps in self.steps.values()):
-            self.spoiled.forget()
+            self.diagnosis.spoiled.forget()
         if is_lost and not self._is_lost(optimizers):
             self._look_into_block(f"The loss of {{}} is {_number_in(loss)}.", "loss", optimizers, self.block, [loss])
 
@@ -191,14 +153,14 @@ class OverflowExplainer:
 
     def _record(self, steps: Steps, row: LostStep, is_skipped: bool) -> LostStep:
         row.number, row.skipped = self.count, is_skipped
-        self.lost.append(row)
+        self.diagnosis.lost.append(row)
         steps.lost = row
         return row
 
     # -- a step ------------------------------------------------------------------------------------------------------
     def _look_at_skipped_step(self, optimizer: Optimizer, steps: Steps, is_known: bool) -> None:
         """Explain a skipped step, unless that is an ordinary back-off of the scale."""
-        row = self.lost[-1]
+        row = self.diagnosis.lost[-1]
         if steps.block is None:  # no block was seen
             row.is_normal = not is_known
             return
@@ -219,14 +181,15 @@ class OverflowExplainer:
         if persists:
             why = f", as {steps.skipped_of_last()}: gradients overflow although the scale {of_loss}is {scale:g}."
         block = steps.last_blocks.get(scaler, steps.block)
-        case = Case(f"{name} was skipped{why}", steps.seen, [row], block, _lost_gradients([optimizer]), persists)
+        grads = _lost_gradients([optimizer])
+        case = Case(f"{name} was skipped{why}", steps.seen, "gradients", [steps], block, grads, persists)
         if persists:
             steps.falling.clear()  # that was no way down to a scale that works
         if self.watch.is_on:
-            self._look_into(case)
+            self.diagnosis.look_into(case)
         elif persists:
             watched = self.search.watch_next()
-            self._tell_of_unknown(case, watched)
+            self.diagnosis.tell_of_unknown(case, watched)
             row.was_looked_into = bool(watched) or row.fault is not None
         elif steps.has_been_made_at(scaler):
             self.watch.arm()  # what makes such gradients once, and at a scale that had worked, is likely to do so again
@@ -254,16 +217,16 @@ class OverflowExplainer:
             grads = _lost_gradients([optimizer])
             event = self.watch.origin(grads)
             if event is not None and steps.block is not None:
-                self._blame(event, Case(head, steps.seen, [row], steps.block, grads))
+                self.diagnosis.blame(event, Case(head, steps.seen, "gradients", [steps], steps.block, grads))
             else:
                 growth = None if written.at_any_rate else steps.history.growth(optimizer)
                 misuse = None if written.at_any_rate else spoiling_misuse()
-                fault = self._after_too_large(written.fault(steps.seen, growth, misuse))
+                fault = self.diagnosis.after_too_large(written.fault(steps.seen, growth, misuse))
                 row.what, row.fault = "weights", fault.key
-                self.spoiled.note(self.count, fault.key)
-                self._tell(fault, f"Step {steps.seen} of {written.head}", steps.seen)
+                self.diagnosis.spoiled.note(self.count, fault.key)
+                self.diagnosis.tell(fault, f"Step {steps.seen} of {written.head}", steps.seen)
         if were_finite and not steps.is_finite and steps.lost is not None:
-            self.spoiled.note(self.count, steps.lost.fault)
+            self.diagnosis.spoiled.note(self.count, steps.lost.fault)
 
     def _tell_of_old_gradients(self, optimizer: Optimizer, steps: Steps, name: str) -> None:
         fault = Fault(
@@ -273,8 +236,8 @@ class OverflowExplainer:
             key="old gradients",
             hints=["call optimizer.zero_grad() after a skipped step too, before the next block"],
         )
-        self.lost[-1].fault = fault.key
-        self._tell(fault, f"{name} was skipped, though its own gradients did not overflow.", steps.seen)
+        self.diagnosis.lost[-1].fault = fault.key
+        self.diagnosis.tell(fault, f"{name} was skipped, though its own gradients did not overflow.", steps.seen)
 
     # -- the optimizers of a block -----------------------------------------------------------------------------------
     def _steps_of(self, optimizer: Optimizer) -> Steps:
@@ -298,89 +261,19 @@ class OverflowExplainer:
         """Look into the step to come, which a block has lost; ``head`` has a gap for its name."""
         number = max([self._steps_of(one).seen for one in optimizers], default=0) + 1
         name = self._name_of_step(number, optimizers[0] if optimizers else None)
-        rows = [LostStep(what) for _ in optimizers]
-        for optimizer, row in zip(optimizers, rows, strict=True):
-            self._steps_of(optimizer).lost = row
-        self._look_into(Case(head.format(name), number, rows or [LostStep(what)], block, tensors))
+        all_steps = [self._steps_of(one) for one in optimizers]
+        for steps in all_steps:
+            steps.lost = LostStep(what)
+        self.diagnosis.look_into(Case(head.format(name), number, what, all_steps, block, tensors))
 
-    def _look_into(self, case: Case) -> None:
-        """Find what lost the step and tell it, or watch the next ones."""
-        if self.spoiled.since and (self.spoiled.by is not None or not self.watch.is_on):
-            case.lose_to(self.spoiled.by)  # weights that are not finite lose every step
-            return
-        found = self.search.look(case.tensors, case.what == "gradients", case.block.scaler, case.block.scale)
-        for row in case.rows:
-            row.was_watched, row.was_looked_into = found.was_watched, found.was_looked_into
-        if found.event is not None:
-            self._blame(found.event, case)
-        elif found.was_looked_into:
-            self._tell_of_unknown(case, found.known)
-
-    def _blame(self, event: Event, case: Case) -> None:
-        """Tell the fault that ``event`` is, or hold it back while the step may be a normal back-off."""
-        if event.op == "parameter" and self.spoiled.since:
-            case.lose_to(self.spoiled.by)
-            return
-        block = case.block
-        origin = self.spoiled.origin(event, any(steps.made for steps in self.steps.values()))
-        fault = self._after_too_large(op_fault(event, block.scale, block.scaler.dynamic, origin, self._growth()))
-        case.lose_to(fault.key)
-        if event.depends_on_scale and not case.is_fault and not self.telling.is_known(fault.key):
-            self.telling.hold(fault, case.head, case.number)
-            for row in [row for steps in self.steps.values() for row in steps.falling]:
-                row.fault = row.fault or fault.key
-            return
-        if event.op == "parameter":
-            self.spoiled.note(self.count + 1, fault.key)
-        if fault.growth is None and is_too_large_unscaled(event, block.scale):
-            self.too_large = fault
-        self._tell(fault, case.head, case.number)
-        if event.op in ("input", "buffer") and not self.watch.is_on:
-            self.given = fault.key
-            self.watch.arm()  # it shows what makes such an input, or writes the buffer
-        elif self.given is not None and self.watch.came_in(event):
-            self.telling.causes[self.given] = self.telling.causes[fault.key]  # that says more of it
-
-    def _growth(self) -> Grown | None:
-        """The weight that the last steps of an optimizer made many times larger, if any."""
-        found = [steps.history.growth(optimizer) for optimizer, steps in self.steps.items()]
-        return max((one for one in found if one is not None), key=lambda one: one.times, default=None)
-
-    def _after_too_large(self, fault: Fault) -> Fault:
-        """``fault``; where a weight grew after gradients were told to be too large at any scale, as that fault."""
-        is_of_growth = fault.growth is not None and fault.cause == fault.growth.cause
-        if is_of_growth and self.too_large is not None:
-            fault.key, fault.cause = self.too_large.key, self.too_large.cause
-        return fault
-
-    # -- telling -----------------------------------------------------------------------------------------------------
-    def _tell(self, fault: Fault, head: str, step: int) -> None:
-        """Tell of ``fault``; what was held back first, if it is likely to have made the weight grow."""
-        self.watch.disarm()
-        for held in self.telling.untold if fault.growth is not None else ():
-            has_cost = sum(row.fault == held.fault.key for row in self.lost)
-            if has_cost > WINDOW / 2:  # more than an ordinary back-off does
-                self.telling.tell_held(held)
-        self.telling.tell(fault, head, step)
-
-    def _tell_of_unknown(self, case: Case, known: str) -> None:
-        """Tell that the cause was not found, once; or what was held back, if it is known to be no back-off now."""
-        if not case.is_fault:
-            return
-        if case.what == "gradients" and self.telling.held:
-            held = [*self.telling.held.values()][-1]
-            case.lose_to(held.fault.key)
-            self.telling.tell_held(held, case.head, case.number)
-        elif not has_found(self.lost, case.what):
-            self.telling.tell_unknown(f"{case.head}{known}", case.number)
-
+    # -- the end -----------------------------------------------------------------------------------------------------
     def last_words(self) -> list[Message]:
         """What is to be told when the run ends: the verdict, and before it what was held back without need."""
         if self.count == 0:
             return []
         messages = []
         causes = self.telling.causes
-        is_mostly_skipped = 2 * sum(row.skipped for row in self.lost) > self.count
+        is_mostly_skipped = 2 * sum(row.skipped for row in self.diagnosis.lost) > self.count
         if is_mostly_skipped and not causes:
             for held in self.telling.untold[-1:]:
                 messages.append(held.fault.message(held.head, held.step))
@@ -389,10 +282,10 @@ class OverflowExplainer:
         own = Account(
             rank=rank(),
             steps=self.count,
-            lost=rows(self.lost, causes, untold),
+            lost=rows(self.diagnosis.lost, causes, untold),
             told=list(dict.fromkeys(causes.values())),
             has_told_unknown=self.telling.has_told_unknown,
-            weights_lost_at=self.spoiled.since,
+            weights_lost_at=self.diagnosis.spoiled.since,
             warned=warned(),
             underflow="" if self.underflow is None else str(self.underflow),
         )

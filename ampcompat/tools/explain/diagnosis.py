@@ -1,0 +1,149 @@
+"""From something that is not finite to what is told of it: its origin is searched for, and the fault that has it named.
+
+The gradients of a skip may be gone at a lower loss scale, which is normal: their explanation is held back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ampcompat.tools.core import Optimizer
+from ampcompat.tools.explain.fault import Fault
+from ampcompat.tools.explain.growth import Grown
+from ampcompat.tools.explain.lost import LostStep, has_found
+from ampcompat.tools.explain.ops import is_too_large_unscaled, op_fault
+from ampcompat.tools.explain.probe import Event
+from ampcompat.tools.explain.search import Search
+from ampcompat.tools.explain.spoiled import SpoiledWeights
+from ampcompat.tools.explain.steps import WINDOW, Block, Steps
+from ampcompat.tools.explain.telling import Telling
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is looked into: something of a step that is not finite.
+
+    Attributes:
+        head: What was seen, as in "The loss of step 3 is nan.".
+        number: Of the step.
+        what: What is not finite: "loss" or "gradients".
+        steps: Those of each optimizer that makes it.
+        block: The block that lost it.
+        tensors: What is not finite: the loss, or gradients.
+        is_fault: Whether it is known to be no ordinary back-off of the loss scale.
+    """
+
+    head: str
+    number: int
+    what: str
+    steps: Sequence[Steps]
+    block: Block
+    tensors: list[torch.Tensor]
+    is_fault: bool = True
+
+    @property
+    def rows(self) -> list[LostStep]:
+        """The step, as that of each of its optimizers."""
+        return [steps.lost for steps in self.steps if steps.lost is not None]
+
+    def lose_to(self, key: object) -> None:
+        """Note the fault that the step was lost to."""
+        for row in self.rows:
+            row.fault = key
+
+
+class Diagnosis:
+    """Find out what lost steps, and tell it.
+
+    Args:
+        search: Looks for origins.
+        telling: Tells.
+        steps: The steps of each optimizer.
+
+    Attributes:
+        lost: The lost steps of the run.
+        spoiled: What is known of weights that are not finite.
+    """
+
+    def __init__(self, search: Search, telling: Telling, steps: Mapping[Optimizer, Steps]) -> None:
+        self.search = search
+        self.telling = telling
+        self.steps = steps
+        self.lost: list[LostStep] = []
+        self.spoiled = SpoiledWeights()
+        self._given: object = None  # the key of an input that was not finite, until it is known what made it
+        self._too_large: Fault | None = None  # gradients too large at any loss scale, once told: weights then grow too
+
+    def look_into(self, case: Case) -> None:
+        """Find what lost the step and tell it, or watch the next ones."""
+        if self.spoiled.since and (self.spoiled.by is not None or not self.search.watch.is_on):
+            case.lose_to(self.spoiled.by)  # weights that are not finite lose every step
+            return
+        found = self.search.look(case.tensors, case.what == "gradients", case.block.scaler, case.block.scale)
+        for row in case.rows:
+            row.was_watched, row.was_looked_into = found.was_watched, found.was_looked_into
+        if found.event is not None:
+            self.blame(found.event, case)
+        elif found.was_looked_into:
+            self.tell_of_unknown(case, found.known)
+
+    def blame(self, event: Event, case: Case) -> None:
+        """Tell the fault that ``event`` is, or hold it back while the step may be a normal back-off."""
+        if event.op == "parameter" and self.spoiled.since:
+            case.lose_to(self.spoiled.by)
+            return
+        block = case.block
+        origin = self.spoiled.origin(event, any(steps.made for steps in self.steps.values()))
+        fault = self.after_too_large(op_fault(event, block.scale, block.scaler.dynamic, origin, self._growth()))
+        case.lose_to(fault.key)
+        if event.depends_on_scale and not case.is_fault and not self.telling.is_known(fault.key):
+            self.telling.hold(fault, case.head, case.number)
+            for row in [row for steps in case.steps for row in steps.falling]:
+                row.fault = row.fault or fault.key
+            return
+        if event.op == "parameter":
+            self.spoiled.note(self.search.steps + 1, fault.key)
+        if fault.growth is None and is_too_large_unscaled(event, block.scale):
+            self._too_large = fault
+        self.tell(fault, case.head, case.number)
+        if event.op in ("input", "buffer") and not self.search.watch.is_on:
+            self._given = fault.key
+            self.search.watch.arm()  # it shows what makes such an input, or writes the buffer
+        elif self._given is not None and self.search.watch.came_in(event):
+            self.telling.causes[self._given] = self.telling.causes[fault.key]  # that says more of it
+
+    def _growth(self) -> Grown | None:
+        """The weight that the last steps of an optimizer made many times larger, if any."""
+        found = [steps.history.growth(optimizer) for optimizer, steps in self.steps.items()]
+        return max((one for one in found if one is not None), key=lambda one: one.times, default=None)
+
+    def after_too_large(self, fault: Fault) -> Fault:
+        """``fault``; where a weight grew after gradients were told to be too large at any scale, as that fault."""
+        is_of_growth = fault.growth is not None and fault.cause == fault.growth.cause
+        if is_of_growth and self._too_large is not None:
+            fault.key, fault.cause = self._too_large.key, self._too_large.cause
+        return fault
+
+    # -- telling -----------------------------------------------------------------------------------------------------
+    def tell(self, fault: Fault, head: str, step: int) -> None:
+        """Tell of ``fault``; what was held back first, if it is likely to have made the weight grow."""
+        self.search.watch.disarm()
+        for held in self.telling.untold if fault.growth is not None else ():
+            has_cost = sum(row.fault == held.fault.key for row in self.lost)
+            if has_cost > WINDOW / 2:  # more than an ordinary back-off does
+                self.telling.tell_held(held)
+        self.telling.tell(fault, head, step)
+
+    def tell_of_unknown(self, case: Case, known: str) -> None:
+        """Tell that the cause was not found, once; or what was held back, if it is known to be no back-off now."""
+        if not case.is_fault:
+            return
+        if case.what == "gradients" and self.telling.held:
+            held = [*self.telling.held.values()][-1]
+            case.lose_to(held.fault.key)
+            self.telling.tell_held(held, case.head, case.number)
+        elif not has_found(self.lost, case.what):
+            self.telling.tell_unknown(f"{case.head}{known}", case.number)
