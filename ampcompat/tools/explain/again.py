@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from ampcompat.tools.core import Args, Kwargs, map_tree, observers, tensors_in
+from ampcompat.tools.explain.event import Event
 from ampcompat.tools.explain.places import Places
-from ampcompat.tools.explain.probe import Event, Probe
+from ampcompat.tools.explain.probe import Probe
 from ampcompat.tools.frames import script_line
 from ampcompat.tools.generators import random_state, set_random_state
 from ampcompat.tools.tensors import is_finite, largest, readable

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from ampcompat.tools.core import Optimizer
+from ampcompat.tools.explain.event import Event
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.lost import LostStep, has_found
 from ampcompat.tools.explain.ops import is_too_large_unscaled, op_fault
-from ampcompat.tools.explain.probe import Event
 from ampcompat.tools.explain.search import Search
 from ampcompat.tools.explain.spoiled import SpoiledWeights
 from ampcompat.tools.explain.steps import WINDOW, Block, Steps

@@ -8,11 +8,11 @@ import torch
 
 from ampcompat.tools.core import HALF_DTYPES, LEVELS, kept_in_float32, latest_call
 from ampcompat.tools.dtypes import dtype_name
+from ampcompat.tools.explain.event import ARGUMENT, GIVEN, Event
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.hints import CASTS, Setting, has_stable_form, hints, is_module_of_torch, is_singular
 from ampcompat.tools.explain.misuse import spoiling_misuse
-from ampcompat.tools.explain.probe import ARGUMENT, GIVEN, Event
 from ampcompat.tools.tensors import LARGEST
 
 #: The key of gradients that are too large: as the scale falls, they are found in one op after the other.
@@ -33,9 +33,8 @@ def op_fault(event: Event, scale: float, dynamic: bool, origin: str, growth: Gro
     was_given = event.op in (*GIVEN, ARGUMENT)
     if was_given or (is_singular(event) and not has_stable_form(event)):
         growth = None
-    is_nan = event.value is not None and math.isnan(event.value)
-    largest = "value" if is_nan else "largest", _largest(event)
-    details = [("pass", "backward" if event.backward else "forward"), largest]
+    passed = "backward" if event.backward else "forward"
+    details = [("pass", passed), ("value" if event.is_nan else "largest", _largest(event))]
     if event.spread is not None and event.spread != event.place:
         details.append(("then", _spread(event)))
     cures = hints(event, _setting(scale, dynamic, origin, growth))
@@ -61,7 +60,7 @@ def op_fault(event: Event, scale: float, dynamic: bool, origin: str, growth: Gro
         facts={
             "op": event.op,
             "module": event.place.module,
-            "pass": "backward" if event.backward else "forward",
+            "pass": passed,
             "dtype": dtype_name(event.dtype),
             "not_finite": event.not_finite,
             "elements": event.elements,

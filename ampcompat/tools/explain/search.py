@@ -10,7 +10,7 @@ import torch
 
 from ampcompat.tools.core import Args, Kwargs, LossScaler, is_replica
 from ampcompat.tools.explain.again import Finding, Forward, run_again
-from ampcompat.tools.explain.probe import Event
+from ampcompat.tools.explain.event import Event
 from ampcompat.tools.explain.watch import Watch
 
 #: Forwards kept at a time, and steps after which a forward that no backward followed is forgotten.

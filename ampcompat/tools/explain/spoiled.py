@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ampcompat.tools.core import live_models
-from ampcompat.tools.explain.probe import Event
+from ampcompat.tools.explain.event import Event
 from ampcompat.tools.tensors import is_finite
 
 
