@@ -14,6 +14,8 @@ from ampcompat.tools.explain.fault import Fault
 #: Read by schedulers, or compared in Python: no tensor meets them.
 _NEVER_IN_HALF = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
 _WITH_MASTERS = next(name for name, row in LEVELS.items() if row.master_weights)
+#: What decoupled weight decay multiplies a weight by.
+DECAY = "1 - lr * weight_decay"
 MASTERS = f"opt_level={_WITH_MASTERS!r}: its optimizer steps float32 masters"
 
 
@@ -46,14 +48,30 @@ class Number:
 
     @property
     def effect(self) -> str:
-        """Say what follows from it."""
+        """What follows from it."""
         if self.becomes == 1:
-            effect = "what it decays stays as it is"
-        elif self.becomes == 0:
-            effect = "0 / 0 where gradients are 0" if self.name == "eps" else "it has no effect"
-        else:
-            effect = "what it multiplies is inf"
-        return effect
+            return "what it decays stays as it is"
+        if self.becomes != 0:
+            return "what it multiplies is inf"
+        return "0 / 0 where gradients are 0" if self.name == "eps" else "it has no effect"
+
+    @property
+    def hints(self) -> list[str]:
+        """The likeliest first."""
+        return [self._first_hint(), MASTERS]
+
+    def _first_hint(self) -> str:
+        name = self.name.partition("[")[0]
+        if self.name == "eps":
+            return f"pass eps=1e-4 to {self.optimizer}"
+        if self.name == DECAY:
+            return f"add the weight decay to the loss, or use {self.optimizer} with float32 parameters"
+        if self.becomes == 0:
+            return f"leave {name} out, or pass {name}=1e-6 or more to {self.optimizer}"
+        if self.becomes == 1:
+            below_one = 1 - torch.finfo(getattr(torch, self.dtype)).eps / 2
+            return f"pass a smaller {self.name} to {self.optimizer}: at most {below_one:g}"
+        return f"pass a smaller {name} to {self.optimizer}"
 
     @property
     def fault(self) -> Fault:
@@ -67,22 +85,6 @@ class Number:
             hints=self.hints,
             facts={"optimizer": self.optimizer, "group": self.group, "name": self.name, "dtype": self.dtype},
         )
-
-    @property
-    def hints(self) -> list[str]:
-        """The likeliest first."""
-        name = self.name.partition("[")[0]
-        if self.name == "eps":
-            first = f"pass eps=1e-4 to {self.optimizer}"
-        elif self.becomes == 0:
-            first = f"leave {name} out, or pass {name}=1e-6 or more to {self.optimizer}"
-        elif self.becomes == 1 and name != "1 - lr * weight_decay":
-            first = f"pass a smaller {self.name} to {self.optimizer}: at most {_below_one(self.dtype):g}"
-        elif self.becomes == 1:
-            first = f"add the weight decay to the loss, or use {self.optimizer} with float32 parameters"
-        else:
-            first = f"pass a smaller {name} to {self.optimizer}"
-        return [first, MASTERS]
 
 
 def not_representable(optimizer: Optimizer) -> list[Number]:
@@ -117,14 +119,9 @@ def _numbers(group: ParamGroup, optimizer: str) -> Iterator[tuple[str, float]]:
     rate, decay = group.get("lr"), group.get("weight_decay")
     decoupled = "AdamW" in optimizer or group.get("decoupled_weight_decay")
     if decoupled and isinstance(rate, float) and isinstance(decay, float):
-        yield "1 - lr * weight_decay", 1 - rate * decay
+        yield DECAY, 1 - rate * decay
 
 
 def optimizer_name(optimizer: object) -> str:
     """The class that steps: that of the optimizer inside, for a wrapper such as LARC."""
     return type(getattr(optimizer, "optim", optimizer)).__name__
-
-
-def _below_one(dtype: str) -> float:
-    """The largest number below 1."""
-    return 1 - torch.finfo(getattr(torch, dtype)).eps / 2

@@ -9,7 +9,7 @@ import torch
 
 from ampcompat import _torch
 from ampcompat.tools.core import LossScaler, Optimizer, master_of, numbers_of
-from ampcompat.tools.explain.growth import History, Sizes
+from ampcompat.tools.explain.growth import History
 from ampcompat.tools.explain.lost import LostStep
 from ampcompat.tools.explain.underflow import (
     LEAST_SHARE,
@@ -156,53 +156,43 @@ class Steps:
         return Underflow(self.seen, share, scale, since) if share >= LEAST_SHARE else None
 
 
-def _examine(optimizer: Optimizer) -> tuple[bool, float | None, list[Sizes]]:
+def _examine(optimizer: Optimizer) -> tuple[bool, float | None, dict[int, float]]:
     """Look at all weights that ``optimizer`` steps, the halves of masters too, and at its state and gradients.
-
-    Reads each device: one host sync each.
 
     Returns:
         Whether weights and state are finite; the largest gradient, None where it has none or float16 is not used; and
-        how large the weights are, which stays on the device.
+        the largest magnitudes of the weights, by their ids.
     """
-    weights: list[torch.Tensor] = []
-    others: list[torch.Tensor] = []
-    for _, param in params_of(optimizer):
-        weights.append(param)
-        master = master_of(param)
-        others += [] if master is None else [master.half]
-        others += [tensor for _, tensor in state_of(optimizer, param)]
+    weights = [param for _, param in params_of(optimizer) if param.numel()]
+    masters = [master for master in map(master_of, weights) if master is not None]
+    states = [tensor for param in weights for _, tensor in state_of(optimizer, param)]
+    written = [*weights, *(master.half for master in masters), *states]
     grads = gradients_of(optimizer) if can_vanish() else []
-    sizes = [Sizes([id(tensor) for tensor in alike], _largest_of_each(alike)) for alike in _by_kind(weights)]
-    looked_at = [one.largest for one in sizes] + [_largest_of_each(alike) for alike in _by_kind(others)]
-    flags = [torch.isfinite(one).all().float() for one in looked_at]
-    reached = [_largest_of_each(alike).max().float() for alike in _by_kind(grads)]
-    seen = _read(flags + reached)
-    return all(seen[: len(flags)]), max(seen[len(flags) :], default=None), sizes
+    sizes = _largest_of_each([*written, *grads])
+    are_finite = all(map(math.isfinite, sizes[: len(written)]))
+    largest_grad = max(sizes[len(written) :], default=None)
+    return are_finite, largest_grad, dict(zip(map(id, weights), sizes, strict=False))
 
 
-def _by_kind(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Those that have elements, by device and dtype."""
-    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return list(found.values())
-
-
-def _read(numbers: list[torch.Tensor]) -> list[float]:
-    """The values of 0-dim tensors, in their order: one host sync a device."""
-    values: dict[int, float] = {}
-    for device in dict.fromkeys(number.device for number in numbers):
-        there = [index for index, number in enumerate(numbers) if number.device == device]
-        values.update(zip(there, torch.stack([numbers[index] for index in there]).tolist(), strict=True))
-    return [values[index] for index in range(len(numbers))]
-
-
-def _largest_of_each(tensors: list[torch.Tensor]) -> torch.Tensor:
-    if tensors[0].device.type == "cpu":  # torch's norm is slow there
-        return torch.stack([largest_on_device(tensor) for tensor in tensors])
-    return torch.stack(_torch.foreach_norm([tensor.detach() for tensor in tensors], float("inf")))
+def _largest_of_each(tensors: list[torch.Tensor]) -> list[float]:
+    """The largest magnitude in each: one host sync a device."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(index)
+    on_device: dict[torch.device, dict[int, torch.Tensor]] = {}
+    for (device, _), indices in by_kind.items():
+        alike = [tensors[index].detach() for index in indices]
+        if device.type == "cpu":  # torch's norm is slow there
+            found = [largest_on_device(tensor) for tensor in alike]
+        else:
+            found = list(_torch.foreach_norm(alike, float("inf")))
+        values = zip(indices, (value.float() for value in found), strict=True)
+        on_device.setdefault(device, {}).update(values)
+    sizes = [0.0] * len(tensors)
+    for there in on_device.values():
+        for index, size in zip(there, torch.stack([*there.values()]).tolist(), strict=True):
+            sizes[index] = size
+    return sizes
 
 
 def _versions(optimizer: Optimizer) -> list[int]:
