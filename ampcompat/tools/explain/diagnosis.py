@@ -49,7 +49,7 @@ class Case:
         """The step, as that of each of its optimizers."""
         return [steps.lost for steps in self.steps if steps.lost is not None]
 
-    def lose_to(self, key: object) -> None:
+    def lose_to(self, key: str) -> None:
         """Note the fault that the step was lost to."""
         for row in self.rows:
             row.fault = key
@@ -74,12 +74,12 @@ class Diagnosis:
         self.steps = steps
         self.lost: list[LostStep] = []
         self.spoiled = SpoiledWeights()
-        self._given: object = None  # the key of an input that was not finite, until it is known what made it
+        self._given = ""  # the key of an input that was not finite, until it is known what made it
         self._too_large: Fault | None = None  # gradients too large at any loss scale, once told: weights then grow too
 
     def look_into(self, case: Case) -> None:
         """Find what lost the step and tell it, or watch the next ones."""
-        if self.spoiled.since and (self.spoiled.by is not None or not self.search.watch.is_on):
+        if self.spoiled.since and (self.spoiled.by or not self.search.watch.is_on):
             case.lose_to(self.spoiled.by)  # weights that are not finite lose every step
             return
         found = self.search.look(case.tensors, case.what == "gradients", case.block.scaler, case.block.scale)
@@ -112,7 +112,7 @@ class Diagnosis:
         if event.op in ("input", "buffer") and not self.search.watch.is_on:
             self._given = fault.key
             self.search.watch.arm()  # it shows what makes such an input, or writes the buffer
-        elif self._given is not None and self.search.watch.came_in(event):
+        elif self._given and self.search.watch.came_in(event):
             self.telling.causes[self._given] = self.telling.causes[fault.key]  # that says more of it
 
     def _growth(self) -> Grown | None:

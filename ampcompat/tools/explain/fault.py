@@ -31,7 +31,7 @@ class Fault:
     what: str
     where: str
     cause: str
-    key: object
+    key: str
     number: float | None = None
     line: ScriptLine | None = None
     details: list[tuple[str, str]] = field(default_factory=list)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 #: How far a step of a known cause may be from one that it explains.
 NEAR = 50
@@ -15,7 +15,7 @@ class LostStep:
 
     Attributes:
         what: What was not finite: "loss", "gradients" or "weights".
-        fault: The key of the fault that it was lost to; None where that is not known.
+        fault: The key of the fault that it was lost to; "" where that is not known.
         was_watched: Whether the step was watched as it ran.
         was_looked_into: Whether its cause was looked for.
         is_normal: Whether the loss scale came down in it, and nothing else is known to have happened.
@@ -25,7 +25,7 @@ class LostStep:
     """
 
     what: str
-    fault: object = None
+    fault: str = ""
     was_watched: bool = False
     was_looked_into: bool = True
     is_normal: bool = False
@@ -36,23 +36,25 @@ class LostStep:
     @property
     def is_unknown(self) -> bool:
         """Whether it is not known what it was lost to."""
-        return self.fault is None and not self.is_normal
+        return not self.fault and not self.is_normal
 
 
 def has_found(lost: Sequence[LostStep], what: str) -> bool:
     """Whether the watch has shown why the ``what`` of a step was not finite."""
-    return any(one.what == what and one.was_watched and one.fault is not None for one in lost)
+    return any(one.what == what and one.was_watched and one.fault for one in lost)
 
 
-def put_down(lost: Sequence[LostStep]) -> None:
-    """Put each step whose cause is not known down to that of the nearest like it.
+def put_down(lost: Sequence[LostStep]) -> list[LostStep]:
+    """The same steps, each whose cause is not known put down to the fault of the nearest like it.
 
     What the watch shows is likely to have lost the steps near it, too, that running a forward again did not explain.
     """
-    known = [one for one in lost if one.was_looked_into and one.fault is not None]
-    for step in [one for one in lost if one.is_unknown]:
-        like = [one for one in known if one.what == step.what]
+    known = [one for one in lost if one.was_looked_into and one.fault]
+    found = []
+    for step in lost:
+        like = [one for one in known if one.what == step.what] if step.is_unknown else []
         if step.was_looked_into:
             like = [one for one in like if one.was_watched and abs(one.number - step.number) <= NEAR]
-        if like:
-            step.fault = min(like, key=lambda one: abs(one.number - step.number)).fault
+        nearest = min(like, key=lambda one: abs(one.number - step.number), default=step)
+        found.append(replace(step, fault=nearest.fault))
+    return found

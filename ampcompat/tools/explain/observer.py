@@ -28,7 +28,7 @@ from ampcompat.tools.core import (
 )
 from ampcompat.tools.explain.diagnosis import Case, Diagnosis
 from ampcompat.tools.explain.fault import Fault
-from ampcompat.tools.explain.lost import LostStep
+from ampcompat.tools.explain.lost import LostStep, put_down
 from ampcompat.tools.explain.messages import Message
 from ampcompat.tools.explain.misuse import spoiling_misuse, warned
 from ampcompat.tools.explain.numbers import not_representable, optimizer_name
@@ -37,7 +37,7 @@ from ampcompat.tools.explain.search import Search
 from ampcompat.tools.explain.steps import Block, Steps
 from ampcompat.tools.explain.telling import Telling
 from ampcompat.tools.explain.underflow import Underflow
-from ampcompat.tools.explain.verdict import Account, Verdict, rows
+from ampcompat.tools.explain.verdict import Account, Verdict
 from ampcompat.tools.frames import hide_tools
 from ampcompat.tools.tensors import is_finite
 
@@ -190,7 +190,7 @@ class OverflowExplainer:
         elif persists:
             watched = self.search.watch_next()
             self.diagnosis.tell_of_unknown(case, watched)
-            row.was_looked_into = bool(watched) or row.fault is not None
+            row.was_looked_into = bool(watched or row.fault)
         elif steps.has_been_made_at(scaler):
             self.watch.arm()  # what makes such gradients once, and at a scale that had worked, is likely to do so again
         else:
@@ -282,8 +282,9 @@ class OverflowExplainer:
         own = Account(
             rank=rank(),
             steps=self.count,
-            lost=rows(self.diagnosis.lost, causes, untold),
-            told=list(dict.fromkeys(causes.values())),
+            lost=put_down(self.diagnosis.lost),
+            told=causes,
+            held=untold,
             has_told_unknown=self.telling.has_told_unknown,
             weights_lost_at=self.diagnosis.spoiled.since,
             warned=warned(),

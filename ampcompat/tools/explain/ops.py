@@ -69,7 +69,7 @@ def op_fault(event: Event, scale: float, dynamic: bool, origin: str, growth: Gro
     )
 
 
-def _key(event: Event, cause: str, is_of_growth: bool) -> object:
+def _key(event: Event, cause: str, is_of_growth: bool) -> str:
     if is_of_growth:
         return cause
     if event.depends_on_scale:
@@ -77,7 +77,7 @@ def _key(event: Event, cause: str, is_of_growth: bool) -> object:
     place = event.place
     if is_module_of_torch(place):
         place = place._replace(line=None)  # that which has called the model
-    return event.op, place, event.backward
+    return str((event.op, place, event.backward))
 
 
 def is_too_large_unscaled(event: Event, scale: float) -> bool:

@@ -12,12 +12,12 @@ class SpoiledWeights:
 
     Attributes:
         since: The step that left them, among those of all optimizers; 0 where none is known.
-        by: The key of the fault that this step was lost to; None where that is not known.
+        by: The key of the fault that this step was lost to; "" where that is not known.
     """
 
     def __init__(self) -> None:
         self.since = 0
-        self.by: object = None
+        self.by = ""
         self._has_seen_initialize = False
         self._before: set[tuple[str, str]] = set()  # models and weights that were not finite at initialize
 
@@ -29,14 +29,14 @@ class SpoiledWeights:
                 if not is_finite(param):
                     self._before.add((type(model).__name__, name))
 
-    def note(self, step: int, fault: object) -> None:
+    def note(self, step: int, fault: str) -> None:
         """Note the step that left weights that are not finite, if it is the first, and what it was lost to."""
         if not self.since:
             self.since, self.by = step, fault
 
     def forget(self) -> None:
         """Note that all weights are finite again: the script has written others."""
-        self.since, self.by = 0, None
+        self.since, self.by = 0, ""
 
     def origin(self, event: Event, is_any_step_made: bool) -> str:
         """Where the parameter that ``event`` is may come from."""

@@ -110,7 +110,7 @@ class Steps:
         if skipped:
             return
         for row in self.falling:  # the loss scale has come down, and that was all
-            row.is_normal = row.fault is None
+            row.is_normal = not row.fault
         self.falling = []
 
     # -- skipped steps: dynamic scales skip a few at the start, and one now and then ---------------------------------

@@ -40,11 +40,11 @@ class Telling:
         self.limit, self.stop, self.json = limit, stop, json
         self._before_end = before_end
         self.left = limit
-        self.causes: dict[object, str] = {}
-        self.held: dict[object, Held] = {}
+        self.causes: dict[str, str] = {}
+        self.held: dict[str, Held] = {}
         self.has_told_unknown = False
 
-    def is_known(self, key: object) -> bool:
+    def is_known(self, key: str) -> bool:
         """Whether the fault of ``key`` is known to be one."""
         return key in self.causes
 

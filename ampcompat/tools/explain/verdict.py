@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ampcompat.tools.explain.lost import LostStep, put_down
-
-
-@dataclass
-class Row:
-    """A lost step as the verdict reads it; see :class:`~ampcompat.tools.explain.lost.LostStep`.
-
-    Attributes:
-        cause: What it was lost to, in a few words; "" where that is not known.
-        may_be_normal: Whether a loss scale that comes down may be all there was.
-    """
-
-    number: int
-    skipped: bool
-    scale: str
-    cause: str
-    may_be_normal: bool
-    was_looked_into: bool
+from ampcompat.tools.explain.lost import LostStep
 
 
 @dataclass
@@ -33,7 +16,8 @@ class Account:
         rank: Its number.
         steps: How many steps there were.
         lost: Those that were lost.
-        told: The causes that were told, also of faults that cost no step.
+        told: The causes of the faults that were told, by their keys; also of faults that cost no step.
+        held: The same of faults whose explanation was held back.
         has_told_unknown: Whether it was told that a cause was not found.
         weights_lost_at: The step that left weights that are not finite; 0 where none is known.
         warned: Mistakes that amp has warned of, in a few words.
@@ -42,26 +26,16 @@ class Account:
 
     rank: int
     steps: int
-    lost: list[Row]
-    told: list[str]
+    lost: list[LostStep]
+    told: dict[str, str]
+    held: dict[str, str]
     has_told_unknown: bool = False
     weights_lost_at: int = 0
     warned: list[str] = field(default_factory=list)
     underflow: str = ""
 
     def __post_init__(self) -> None:
-        self.lost = [row if isinstance(row, Row) else Row(**row) for row in self.lost]  # JSON has dicts
-
-
-def rows(lost: Sequence[LostStep], told: Mapping[object, str], held: Mapping[object, str]) -> list[Row]:
-    """The lost steps with the causes of their faults: those that were ``told``, and those ``held`` back."""
-    put_down(lost)
-    found = []
-    for step in lost:
-        cause = told.get(step.fault) or held.get(step.fault, "")
-        may_be_normal = step.is_normal or (step.fault is not None and step.fault not in told)
-        found.append(Row(step.number, step.skipped, step.scale, cause, may_be_normal, step.was_looked_into))
-    return found
+        self.lost = [row if isinstance(row, LostStep) else LostStep(**row) for row in self.lost]  # JSON has dicts
 
 
 @dataclass
@@ -86,17 +60,13 @@ def causes_of(accounts: Sequence[Account], is_mostly_skipped: bool) -> list[Caus
     explains it.
     """
     is_any_told = any(account.told for account in accounts)
-    counts_held = is_mostly_skipped and not is_any_told
     found: dict[str, Cause] = {}
     for account in accounts:
-        known = [
-            (row.cause, row.number) for row in account.lost if row.cause and (counts_held or not row.may_be_normal)
-        ]
-        for text, number in [*((text, 0) for text in account.told), *known]:
+        causes = account.held if is_mostly_skipped and not is_any_told else account.told
+        for text in dict.fromkeys(causes.values()):
             cause = found.setdefault(text, Cause(text))
-            cause.steps |= {number} - {0}
-            if account.rank not in cause.ranks:
-                cause.ranks.append(account.rank)
+            cause.steps |= {row.number for row in account.lost if causes.get(row.fault) == text}
+            cause.ranks.append(account.rank)
     return sorted(found.values(), key=lambda cause: -len(cause.steps))
 
 
@@ -174,7 +144,7 @@ class Verdict:
             of_which = "" if count >= lost else f" of {count} of these"
             subject = f"that of {count}" if parts else f"the cause{of_which}"
             parts.append(f"{subject} is {self._name(cause)}")
-        unknown = rest & {row.number for row in own.lost if not row.cause and not row.may_be_normal}
+        unknown = rest & {row.number for row in own.lost if row.is_unknown}
         if unknown:
             of_which = "" if len(unknown) >= lost else f" of {len(unknown)} of these"
             is_since = own.weights_lost_at and not self.causes
