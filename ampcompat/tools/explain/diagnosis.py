@@ -15,11 +15,14 @@ from ampcompat.tools.explain.event import Event
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.lost import LostStep, has_found
+from ampcompat.tools.explain.misuse import spoiling_misuse
+from ampcompat.tools.explain.numbers import optimizer_name
 from ampcompat.tools.explain.ops import is_too_large_unscaled, op_fault
 from ampcompat.tools.explain.search import Search
 from ampcompat.tools.explain.spoiled import SpoiledWeights
 from ampcompat.tools.explain.steps import WINDOW, Block, Steps
 from ampcompat.tools.explain.telling import Telling
+from ampcompat.tools.explain.written import Written
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,11 @@ class Diagnosis:
         self._given = ""  # the key of an input that was not finite, until it is known what made it
         self._too_large: Fault | None = None  # gradients too large at any loss scale, once told: weights then grow too
 
+    def record(self, row: LostStep, number: int, is_skipped: bool) -> None:
+        """Note that the step numbered ``number`` was lost."""
+        row.number, row.skipped = number, is_skipped
+        self.lost.append(row)
+
     def look_into(self, case: Case) -> None:
         """Find what lost the step and tell it, or watch the next ones."""
         if self.spoiled.since and (self.spoiled.by or not self.search.watch.is_on):
@@ -97,7 +105,7 @@ class Diagnosis:
             return
         block = case.block
         origin = self.spoiled.origin(event, any(steps.made for steps in self.steps.values()))
-        fault = self.after_too_large(op_fault(event, block.scale, block.scaler.dynamic, origin, self._growth()))
+        fault = self._after_too_large(op_fault(event, block.scale, block.scaler.dynamic, origin, self._growth()))
         case.lose_to(fault.key)
         if event.depends_on_scale and not case.is_fault and not self.telling.is_known(fault.key):
             self.telling.hold(fault, case.head, case.number)
@@ -108,7 +116,7 @@ class Diagnosis:
             self.spoiled.note(self.search.steps + 1, fault.key)
         if fault.growth is None and is_too_large_unscaled(event, block.scale):
             self._too_large = fault
-        self.tell(fault, case.head, case.number)
+        self._tell(fault, case.head, case.number)
         if event.op in ("input", "buffer") and not self.search.watch.is_on:
             self._given = fault.key
             self.search.watch.arm()  # it shows what makes such an input, or writes the buffer
@@ -120,15 +128,20 @@ class Diagnosis:
         found = [steps.history.growth(optimizer) for optimizer, steps in self.steps.items()]
         return max((one for one in found if one is not None), key=lambda one: one.times, default=None)
 
-    def after_too_large(self, fault: Fault) -> Fault:
+    def _after_too_large(self, fault: Fault) -> Fault:
         """``fault``; where a weight grew after gradients were told to be too large at any scale, as that fault."""
         is_of_growth = fault.growth is not None and fault.cause == fault.growth.cause
         if is_of_growth and self._too_large is not None:
             fault.key, fault.cause = self._too_large.key, self._too_large.cause
         return fault
 
+    def suppose(self, row: LostStep) -> None:
+        """Put a skip that is not looked into down to the gradients whose explanation is held back, if any."""
+        for held in self.telling.untold[-1:]:
+            row.fault = held.fault.key
+
     # -- telling -----------------------------------------------------------------------------------------------------
-    def tell(self, fault: Fault, head: str, step: int) -> None:
+    def _tell(self, fault: Fault, head: str, step: int) -> None:
         """Tell of ``fault``; what was held back first, if it is likely to have made the weight grow."""
         self.search.watch.disarm()
         for held in self.telling.untold if fault.growth is not None else ():
@@ -147,3 +160,24 @@ class Diagnosis:
             self.telling.tell_held(held, case.head, case.number)
         elif not has_found(self.lost, case.what):
             self.telling.tell_unknown(f"{case.head}{known}", case.number)
+
+    def tell_of_written(self, written: Written, steps: Steps) -> None:
+        """Tell of weights that are not finite, and that a step has written."""
+        growth = None if written.at_any_rate else steps.history.growth(written.optimizer)
+        misuse = None if written.at_any_rate else spoiling_misuse()
+        fault = self._after_too_large(written.fault(steps.seen, growth, misuse))
+        self.lost[-1].fault = fault.key
+        self.spoiled.note(self.lost[-1].number, fault.key)
+        self._tell(fault, f"Step {steps.seen} of {written.head}", steps.seen)
+
+    def tell_of_old_gradients(self, head: str, row: LostStep, step: int, optimizer: Optimizer) -> None:
+        """Tell of gradients that overflowed before, and lose each step since."""
+        fault = Fault(
+            what="gradients that overflowed in an earlier step were not cleared",
+            where=f"the parameters of {optimizer_name(optimizer)}",
+            cause="gradients of an earlier overflow that were not cleared",
+            key="old gradients",
+            hints=["call optimizer.zero_grad() after a skipped step too, before the next block"],
+        )
+        row.fault = fault.key
+        self._tell(fault, head, step)

@@ -7,7 +7,7 @@ made smaller, or computed in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -87,7 +87,7 @@ def _of_parameter(event: Event, setting: Setting) -> list[str]:
     dtype = dtype_name(event.dtype)
     larger = f"its float32 master is finite and reaches {event.value:.6g}: the cast to {dtype} lost it"
     module = event.place.module.rpartition(".")[0] if event.place.module else ""
-    return [larger, *(_keep_fp32([module], setting) if module else []), BFLOAT16]
+    return [larger, *_keep_fp32([module], setting), BFLOAT16]
 
 
 def _cures(event: Event, setting: Setting) -> list[str]:
@@ -226,7 +226,7 @@ def _module_in_float32(event: Event, setting: Setting) -> list[str]:
         return []
     if setting.casts_weights and not event.backward:
         # At the boundary the result becomes half again: what consumes it must be inside.
-        return _keep_fp32([module.rpartition(".")[0]], setting)
+        return _keep_fp32(module.rpartition(".")[:1], setting)
     return _keep_fp32([module, *_consumer(event, setting)], setting)
 
 
@@ -239,7 +239,10 @@ def _consumer(event: Event, setting: Setting) -> list[str]:
     return [spread.module] if spread.module and spread.function in _CAST_TO_HALF else []
 
 
-def _keep_fp32(modules: list[str], setting: Setting) -> list[str]:
+def _keep_fp32(modules: Sequence[str], setting: Setting) -> list[str]:
+    """A hint, unless the modules are the model itself: at O0 all of it is float32."""
+    if "" in modules:
+        return []
     names = list(dict.fromkeys([*setting.kept, *modules]))
     return [f"amp.initialize(..., keep_fp32={names})   or   AMPCOMPAT_KEEP_FP32={','.join(names)}"]
 

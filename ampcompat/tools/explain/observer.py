@@ -27,11 +27,10 @@ from ampcompat.tools.core import (
     was_skipped,
 )
 from ampcompat.tools.explain.diagnosis import Case, Diagnosis
-from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.lost import LostStep, put_down
 from ampcompat.tools.explain.messages import Message
-from ampcompat.tools.explain.misuse import spoiling_misuse, warned
-from ampcompat.tools.explain.numbers import not_representable, optimizer_name
+from ampcompat.tools.explain.misuse import warned
+from ampcompat.tools.explain.numbers import Number, not_representable, optimizer_name
 from ampcompat.tools.explain.ranks import Ranks
 from ampcompat.tools.explain.search import Search
 from ampcompat.tools.explain.steps import Block, Steps
@@ -140,32 +139,25 @@ class OverflowExplainer:
         self.ranks.look()
         steps = self._steps_of(optimizer)
         is_skipped = was_skipped(optimizer, skipped)
-        steps.end(is_skipped)
         is_known = steps.lost is not None
-        if is_known or is_skipped:
-            self._record(steps, steps.lost or LostStep("gradients"), is_skipped)
-        if is_skipped:
-            self._look_at_skipped_step(optimizer, steps, is_known)
-        else:
+        steps.end(is_skipped)
+        if is_skipped and not is_known:
+            steps.lost = LostStep("gradients", is_normal=steps.block is None)
+        if steps.lost is not None:
+            self.diagnosis.record(steps.lost, self.count, is_skipped)
+        if not is_skipped:
             self._look_at_made_step(optimizer, steps)
+        elif steps.block is not None:
+            self._look_at_skipped_step(optimizer, steps, steps.block, is_known)
         steps.lost = None
         self.search.after_step(optimizer)
 
-    def _record(self, steps: Steps, row: LostStep, is_skipped: bool) -> LostStep:
-        row.number, row.skipped = self.count, is_skipped
-        self.diagnosis.lost.append(row)
-        steps.lost = row
-        return row
-
     # -- a step ------------------------------------------------------------------------------------------------------
-    def _look_at_skipped_step(self, optimizer: Optimizer, steps: Steps, is_known: bool) -> None:
-        """Explain a skipped step, unless that is an ordinary back-off of the scale."""
+    def _look_at_skipped_step(self, optimizer: Optimizer, steps: Steps, block: Block, is_known: bool) -> None:
+        """Note to what the loss scale has come down; look into a skip that is no ordinary back-off of it."""
         row = self.diagnosis.lost[-1]
-        if steps.block is None:  # no block was seen
-            row.is_normal = not is_known
-            return
         overflowed = overflowed_scalers(optimizer)
-        scaler = min(overflowed, key=_scale_of, default=steps.block.scaler)
+        scaler = min(overflowed, key=_scale_of, default=block.scaler)
         scale = _scale_of(scaler)
         of_loss = f"of loss {scaler.loss_id} " if count_of_scalers(optimizer) > 1 else ""
         if overflowed:
@@ -174,17 +166,17 @@ class OverflowExplainer:
             return  # for its loss, or a gradient
         name = f"S{self._name_of_step(steps.seen, optimizer)[1:]}"
         if not overflowed and has_old_gradients(optimizer):
-            self._tell_of_old_gradients(optimizer, steps, name)
+            head = f"{name} was skipped, though its own gradients did not overflow."
+            self.diagnosis.tell_of_old_gradients(head, row, steps.seen, optimizer)
             return
         persists = steps.persists(scale)
         why = ": a gradient is not finite."
         if persists:
             why = f", as {steps.skipped_of_last()}: gradients overflow although the scale {of_loss}is {scale:g}."
-        block = steps.last_blocks.get(scaler, steps.block)
-        grads = _lost_gradients([optimizer])
-        case = Case(f"{name} was skipped{why}", steps.seen, "gradients", [steps], block, grads, persists)
-        if persists:
             steps.falling.clear()  # that was no way down to a scale that works
+        block = steps.last_blocks.get(scaler, block)
+        grads = _lost_gradients([optimizer])
+        case = Case(f"{name} was skipped{why}", steps.seen, "gradients", [steps], block, grads, is_fault=persists)
         if self.watch.is_on:
             self.diagnosis.look_into(case)
         elif persists:
@@ -195,8 +187,7 @@ class OverflowExplainer:
             self.watch.arm()  # what makes such gradients once, and at a scale that had worked, is likely to do so again
         else:
             steps.falling.append(row)
-            for held in self.telling.untold[-1:]:
-                row.fault = held.fault.key
+            self.diagnosis.suppose(row)
             if steps.skips % SKIPS_TO_A_WATCH == 0:
                 self.watch.arm(1)
 
@@ -206,38 +197,27 @@ class OverflowExplainer:
         were_finite = steps.is_finite
         written, self.underflow = steps.after(optimizer)
         if is_first:
-            for number in not_representable(optimizer):
-                if written is None or number not in written.numbers:
-                    head = f"{number.optimizer} has a number that the dtype of its parameters does not hold."
-                    self.telling.tell_beside(number.fault, head, steps.seen)
+            self._tell_of_numbers(optimizer, steps.seen, [] if written is None else written.numbers)
         if written is not None:
-            row = self._record(steps, LostStep("gradients", was_watched=self.watch.is_on), is_skipped=False)
-            # What the script did to gradients between block and step is seen under the watch.
-            head = f"A gradient of step {steps.seen} is not finite."
             grads = _lost_gradients([optimizer])
-            event = self.watch.origin(grads)
+            event = self.watch.origin(grads)  # what the script did to gradients between block and step
+            was_seen = event is not None and steps.block is not None
+            steps.lost = LostStep("gradients" if was_seen else "weights", was_watched=was_seen)
+            self.diagnosis.record(steps.lost, self.count, is_skipped=False)
             if event is not None and steps.block is not None:
+                head = f"A gradient of step {steps.seen} is not finite."
                 self.diagnosis.blame(event, Case(head, steps.seen, "gradients", [steps], steps.block, grads))
             else:
-                growth = None if written.at_any_rate else steps.history.growth(optimizer)
-                misuse = None if written.at_any_rate else spoiling_misuse()
-                fault = self.diagnosis.after_too_large(written.fault(steps.seen, growth, misuse))
-                row.what, row.fault = "weights", fault.key
-                self.diagnosis.spoiled.note(self.count, fault.key)
-                self.diagnosis.tell(fault, f"Step {steps.seen} of {written.head}", steps.seen)
+                self.diagnosis.tell_of_written(written, steps)
         if were_finite and not steps.is_finite and steps.lost is not None:
             self.diagnosis.spoiled.note(self.count, steps.lost.fault)
 
-    def _tell_of_old_gradients(self, optimizer: Optimizer, steps: Steps, name: str) -> None:
-        fault = Fault(
-            what="gradients that overflowed in an earlier step were not cleared",
-            where=f"the parameters of {optimizer_name(optimizer)}",
-            cause="gradients of an earlier overflow that were not cleared",
-            key="old gradients",
-            hints=["call optimizer.zero_grad() after a skipped step too, before the next block"],
-        )
-        self.diagnosis.lost[-1].fault = fault.key
-        self.diagnosis.tell(fault, f"{name} was skipped, though its own gradients did not overflow.", steps.seen)
+    def _tell_of_numbers(self, optimizer: Optimizer, step: int, told: Sequence[Number]) -> None:
+        """Tell of those that the parameters' dtype does not hold: they may cost nothing, and are not counted."""
+        for number in not_representable(optimizer):
+            if number not in told:
+                head = f"{number.optimizer} has a number that the dtype of its parameters does not hold."
+                number.fault.message(head, step).emit(self.telling.json)
 
     # -- the optimizers of a block -----------------------------------------------------------------------------------
     def _steps_of(self, optimizer: Optimizer) -> Steps:

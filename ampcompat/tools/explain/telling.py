@@ -76,10 +76,6 @@ class Telling:
             self.has_told_unknown = True
             Message("unknown", head, content={"step": step}).emit(self.json)
 
-    def tell_beside(self, fault: Fault, head: str, step: int) -> None:
-        """Tell of what may have cost nothing: it is none of the faults that are counted."""
-        fault.message(head, step).emit(self.json)
-
     def _explain(self, message: Message) -> None:
         """Write an explanation, if there are any left; after the last, end the script if that was asked for."""
         if self.left == 0:

@@ -246,6 +246,15 @@ FAULTS = {
         model=lambda: Layer(lambda y: y.mul_(1e6)),
         level="O2",
     ),
+    "squares in half, in a module of the model": Fault(
+        {
+            "what": "aten::pow left the range of float16",
+            "hint": "compute it in float32: .float() on what goes into pow",
+        },
+        r"the cause is .*\(pow in 0\)\.$",
+        model=lambda: nn.Sequential(Layer(lambda y: (y * 1000).pow(2)), nn.LayerNorm(8)),
+        level="O2",
+    ),
     "squares in half": Fault(
         {
             "what": "aten::pow left the range of float16",
@@ -583,7 +592,9 @@ def run(fault):
 def test_a_fault_is_named_with_its_cure(capsys, name):
     fault = FAULTS[name]
     run(fault)
-    *explained, verdict = explanations(capsys.readouterr().err)
+    text = capsys.readouterr().err
+    assert "keep_fp32=['']" not in text  # the model itself
+    *explained, verdict = explanations(text)
     assert re.search(fault.verdict, verdict["head"]), verdict["head"]
     assert len(explained) == fault.count, explained
     for label, part in fault.told.items():
