@@ -17,7 +17,7 @@ from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.lost import LostStep, has_found
 from ampcompat.tools.explain.misuse import spoiling_misuse
 from ampcompat.tools.explain.numbers import optimizer_name
-from ampcompat.tools.explain.ops import is_too_large_unscaled, op_fault
+from ampcompat.tools.explain.ops import op_fault
 from ampcompat.tools.explain.search import Search
 from ampcompat.tools.explain.spoiled import SpoiledWeights
 from ampcompat.tools.explain.steps import WINDOW, Block, Steps
@@ -78,7 +78,6 @@ class Diagnosis:
         self.lost: list[LostStep] = []
         self.spoiled = SpoiledWeights()
         self._given = ""  # the key of an input that was not finite, until it is known what made it
-        self._too_large: Fault | None = None  # gradients too large at any loss scale, once told: weights then grow too
 
     def record(self, row: LostStep, number: int, is_skipped: bool) -> None:
         """Note that the step numbered ``number`` was lost."""
@@ -96,7 +95,7 @@ class Diagnosis:
         if found.event is not None:
             self.blame(found.event, case)
         elif found.was_looked_into:
-            self.tell_of_unknown(case, found.known)
+            self._tell_of_unknown(case, found.known)
 
     def blame(self, event: Event, case: Case) -> None:
         """Tell the fault that ``event`` is, or hold it back while the step may be a normal back-off."""
@@ -114,8 +113,6 @@ class Diagnosis:
             return
         if event.op == "parameter":
             self.spoiled.note(self.search.steps + 1, fault.key)
-        if fault.growth is None and is_too_large_unscaled(event, block.scale):
-            self._too_large = fault
         self._tell(fault, case.head, case.number)
         if event.op in ("input", "buffer") and not self.search.watch.is_on:
             self._given = fault.key
@@ -131,8 +128,9 @@ class Diagnosis:
     def _after_too_large(self, fault: Fault) -> Fault:
         """``fault``; where a weight grew after gradients were told to be too large at any scale, as that fault."""
         is_of_growth = fault.growth is not None and fault.cause == fault.growth.cause
-        if is_of_growth and self._too_large is not None:
-            fault.key, fault.cause = self._too_large.key, self._too_large.cause
+        before = self.telling.too_large
+        if is_of_growth and before is not None:
+            fault.key, fault.cause = before.key, before.cause
         return fault
 
     def suppose(self, row: LostStep) -> None:
@@ -150,15 +148,24 @@ class Diagnosis:
                 self.telling.tell_held(held)
         self.telling.tell(fault, head, step)
 
-    def tell_of_unknown(self, case: Case, known: str) -> None:
-        """Tell that the cause was not found, once; or what was held back, if it is known to be no back-off now."""
-        if not case.is_fault:
-            return
-        if case.what == "gradients" and self.telling.held:
+    def tell_of_persistent(self, case: Case) -> None:
+        """Tell what was held back: overflows persist, so that it is a fault. If nothing was, watch the next steps."""
+        if self.telling.held:
             held = [*self.telling.held.values()][-1]
             case.lose_to(held.fault.key)
             self.telling.tell_held(held, case.head, case.number)
-        elif not has_found(self.lost, case.what):
+            return
+        watched = self.search.watch_next()
+        for row in case.rows:
+            row.was_looked_into = bool(watched)
+        self._tell_of_unknown(case, watched)
+
+    def _tell_of_unknown(self, case: Case, known: str) -> None:
+        """Tell, once, that the cause was not found, where the step is known to be no normal back-off."""
+        is_held = case.what == "gradients" and self.telling.untold
+        if case.is_fault and is_held:
+            self.tell_of_persistent(case)
+        elif case.is_fault and not has_found(self.lost, case.what):
             self.telling.tell_unknown(f"{case.head}{known}", case.number)
 
     def tell_of_written(self, written: Written, steps: Steps) -> None:

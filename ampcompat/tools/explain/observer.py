@@ -180,9 +180,7 @@ class OverflowExplainer:
         if self.watch.is_on:
             self.diagnosis.look_into(case)
         elif persists:
-            watched = self.search.watch_next()
-            self.diagnosis.tell_of_unknown(case, watched)
-            row.was_looked_into = bool(watched or row.fault)
+            self.diagnosis.tell_of_persistent(case)
         elif steps.has_been_made_at(scaler):
             self.watch.arm()  # what makes such gradients once, and at a scale that had worked, is likely to do so again
         else:

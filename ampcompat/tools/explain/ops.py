@@ -66,6 +66,7 @@ def op_fault(event: Event, scale: float, dynamic: bool, origin: str, growth: Gro
             "elements": event.elements,
         },
         all_ranks=True,
+        is_too_large=growth is None and _is_too_large_unscaled(event, scale),
     )
 
 
@@ -80,7 +81,7 @@ def _key(event: Event, cause: str, is_of_growth: bool) -> str:
     return str((event.op, place, event.backward))
 
 
-def is_too_large_unscaled(event: Event, scale: float) -> bool:
+def _is_too_large_unscaled(event: Event, scale: float) -> bool:
     """Whether ``event`` is a gradient that float16 does not hold at any loss scale of 1 or more."""
     if not event.backward or not event.out_of_range or event.value is None:
         return False

@@ -33,6 +33,7 @@ class Telling:
         left: How many may still be explained.
         causes: The causes of the faults that are known, by their keys.
         held: What was held back, by the keys of the faults, the latest last; it stays when it has been told.
+        too_large: The gradients that were told to be too large at any loss scale.
         has_told_unknown: Whether it was told that a cause was not found.
     """
 
@@ -42,6 +43,7 @@ class Telling:
         self.left = limit
         self.causes: dict[str, str] = {}
         self.held: dict[str, Held] = {}
+        self.too_large: Fault | None = None
         self.has_told_unknown = False
 
     def is_known(self, key: str) -> bool:
@@ -62,6 +64,7 @@ class Telling:
         """Tell of a fault, unless it was told already or enough was told."""
         if not self.is_known(fault.key):
             self.causes[fault.key] = fault.cause
+            self.too_large = fault if fault.is_too_large else self.too_large
             self._explain(fault.message(head, step))
 
     def tell_held(self, held: Held, head: str = "", step: int = 0) -> None:

@@ -350,6 +350,7 @@ FAULTS = {
             "pass": "backward",
             "what": "a gradient is too large for float16: 32 of 32 values",
             "hint": "a smaller loss (a mean in place of a sum",
+            "note": "this is what step 16 showed, which was watched",
         },
         r"^26 of 40 steps were skipped; the cause is .*a gradient that the code after the model made\)\.$",
         level="O2",
