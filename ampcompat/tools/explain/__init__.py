@@ -4,6 +4,9 @@ From the first step that is lost, and is no normal back-off of the loss scale, t
 step to the next it sees every op, until it has seen where the value that is not finite was born. What spoils the
 weights is lost once: the forwards of such a batch are run again under the probe at once, before the step. Each lost
 step is a row; the verdict reads these rows at the end, of all ranks, and says what the steps were lost to.
+
+The way of a lost step: ``observer`` (an event of amp), ``diagnosis``, ``search`` (asks ``watch``, or runs the forward
+``again``; both use ``probe``), ``ops`` and ``hints`` (or ``written``: what a step wrote), ``telling``, ``verdict``.
 """
 
 from __future__ import annotations

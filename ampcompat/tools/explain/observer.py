@@ -145,12 +145,14 @@ class OverflowExplainer:
             steps.lost = LostStep("gradients", is_normal=steps.block is None)
         if steps.lost is not None:
             self.diagnosis.record(steps.lost, self.count, is_skipped)
-        if not is_skipped:
-            self._look_at_made_step(optimizer, steps)
-        elif steps.block is not None:
-            self._look_at_skipped_step(optimizer, steps, steps.block, is_known)
-        steps.lost = None
-        self.search.after_step(optimizer)
+        try:
+            if not is_skipped:
+                self._look_at_made_step(optimizer, steps)
+            elif steps.block is not None:
+                self._look_at_skipped_step(optimizer, steps, steps.block, is_known)
+        finally:  # what is told may end the script, which may catch that
+            steps.lost = None
+            self.search.after_step(optimizer)
 
     # -- a step ------------------------------------------------------------------------------------------------------
     def _look_at_skipped_step(self, optimizer: Optimizer, steps: Steps, block: Block, is_known: bool) -> None:
@@ -177,17 +179,22 @@ class OverflowExplainer:
         block = steps.last_blocks.get(scaler, block)
         grads = _lost_gradients([optimizer])
         case = Case(f"{name} was skipped{why}", steps.seen, "gradients", [steps], block, grads, is_fault=persists)
+        self._look_at_overflow(case, steps, row)
+
+    def _look_at_overflow(self, case: Case, steps: Steps, row: LostStep) -> None:
+        """Look into gradients that are not finite if the step was watched; otherwise watch others, where due."""
         if self.watch.is_on:
             self.diagnosis.look_into(case)
-        elif persists:
+            return
+        if case.is_fault:
             self.diagnosis.tell_of_persistent(case)
-        elif steps.has_been_made_at(scaler):
+        elif steps.has_been_made_at(case.block.scaler):
             self.watch.arm()  # what makes such gradients once, and at a scale that had worked, is likely to do so again
         else:
             steps.falling.append(row)
             self.diagnosis.suppose(row)
-            if steps.skips % SKIPS_TO_A_WATCH == 0:
-                self.watch.arm(1)
+        if steps.skips % SKIPS_TO_A_WATCH == 0:
+            self.watch.arm(1)
 
     def _look_at_made_step(self, optimizer: Optimizer, steps: Steps) -> None:
         """Tell of weights that are not finite and that the step has written, and at the first step of its numbers."""
@@ -269,7 +276,7 @@ class OverflowExplainer:
             underflow="" if self.underflow is None else str(self.underflow),
         )
         verdict = Verdict(self.ranks.gather(own), self.ranks.count)
-        underflow = None if self.underflow is None else self.underflow.as_dict()
+        underflow = None if self.underflow is None else self.underflow._asdict()
         content = {**verdict.as_dict(), "underflow": underflow}
         return [*messages, Message("verdict", str(verdict), content=content)]
 

@@ -11,14 +11,7 @@ from ampcompat import _torch
 from ampcompat.tools.core import LossScaler, Optimizer, master_of, numbers_of
 from ampcompat.tools.explain.growth import History
 from ampcompat.tools.explain.lost import LostStep
-from ampcompat.tools.explain.underflow import (
-    LEAST_SHARE,
-    Underflow,
-    can_vanish,
-    gradients_of,
-    is_too_small,
-    share_of_zeros,
-)
+from ampcompat.tools.explain.underflow import Underflow, can_vanish, gradients_of, underflow
 from ampcompat.tools.explain.written import Written, first_written, params_of, state_of
 from ampcompat.tools.tensors import largest_on_device
 
@@ -137,23 +130,18 @@ class Steps:
             The weight or state that it has left not finite, and gradients that were too small.
         """
         self.made = self.seen
-        written = underflow = None
-        if self.is_finite:
-            self.is_finite, largest_grad, sizes = _examine(optimizer)
-            self.history.add(sizes, optimizer)
-            if not self.is_finite and self.lost is None:  # otherwise the fault was told
-                written = first_written(optimizer)
-            if largest_grad is not None and self._scales:
-                underflow = self._underflow(optimizer, largest_grad)
+        if not self.is_finite:
+            self._versions = _versions(optimizer)
+            return None, None
+        self.is_finite, largest_grad, sizes = _examine(optimizer)
         self._versions = _versions(optimizer)
-        return written, underflow
-
-    def _underflow(self, optimizer: Optimizer, largest: float) -> Underflow | None:
-        scale, since = min(self._scales.values())
-        if not is_too_small(largest, scale):
-            return None
-        share = share_of_zeros(gradients_of(optimizer))
-        return Underflow(self.seen, share, scale, since) if share >= LEAST_SHARE else None
+        self.history.add(sizes, optimizer)
+        is_new = not self.is_finite and self.lost is None  # otherwise the fault was told
+        too_small = None
+        if largest_grad is not None and self._scales:
+            scale, since = min(self._scales.values())
+            too_small = underflow(optimizer, self.seen, largest_grad, scale, since)
+        return first_written(optimizer) if is_new else None, too_small
 
 
 def _examine(optimizer: Optimizer) -> tuple[bool, float | None, dict[int, float]]:
@@ -179,18 +167,19 @@ def _largest_of_each(tensors: list[torch.Tensor]) -> list[float]:
     by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
         by_kind.setdefault((tensor.device, tensor.dtype), []).append(index)
-    on_device: dict[torch.device, dict[int, torch.Tensor]] = {}
+    order: dict[torch.device, list[int]] = {}
+    found: dict[torch.device, list[torch.Tensor]] = {}
     for (device, _), indices in by_kind.items():
         alike = [tensors[index].detach() for index in indices]
         if device.type == "cpu":  # torch's norm is slow there
-            found = [largest_on_device(tensor) for tensor in alike]
+            largest = [largest_on_device(tensor) for tensor in alike]
         else:
-            found = list(_torch.foreach_norm(alike, float("inf")))
-        values = zip(indices, (value.float() for value in found), strict=True)
-        on_device.setdefault(device, {}).update(values)
+            largest = list(_torch.foreach_norm(alike, float("inf")))
+        order.setdefault(device, []).extend(indices)
+        found.setdefault(device, []).append(torch.stack(largest).float())
     sizes = [0.0] * len(tensors)
-    for there in on_device.values():
-        for index, size in zip(there, torch.stack([*there.values()]).tolist(), strict=True):
+    for device, parts in found.items():
+        for index, size in zip(order[device], torch.cat(parts).tolist(), strict=True):
             sizes[index] = size
     return sizes
 
