@@ -17,7 +17,7 @@ from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.lost import LostStep, has_found
 from ampcompat.tools.explain.misuse import spoiling_misuse
 from ampcompat.tools.explain.numbers import optimizer_name
-from ampcompat.tools.explain.ops import op_fault
+from ampcompat.tools.explain.ops import GRADIENTS, op_fault
 from ampcompat.tools.explain.search import Search
 from ampcompat.tools.explain.spoiled import SpoiledWeights
 from ampcompat.tools.explain.steps import WINDOW, Block, Steps
@@ -106,7 +106,7 @@ class Diagnosis:
         origin = self.spoiled.origin(event, any(steps.made for steps in self.steps.values()))
         fault = self._after_too_large(op_fault(event, block.scale, block.scaler.dynamic, origin, self._growth()))
         case.lose_to(fault.key)
-        if event.depends_on_scale and not case.is_fault and not self.telling.is_known(fault.key):
+        if event.depends_on_scale and not case.is_fault and not self.telling.is_told(fault.key):
             self.telling.hold(fault, case.head, case.number)
             for row in [row for steps in case.steps for row in steps.falling]:
                 row.fault = row.fault or fault.key
@@ -118,19 +118,19 @@ class Diagnosis:
             self._given = fault.key
             self.search.watch.arm()  # it shows what makes such an input, or writes the buffer
         elif self._given and self.search.watch.came_in(event):
-            self.telling.causes[self._given] = self.telling.causes[fault.key]  # that says more of it
+            self.telling.found[self._given].fault.cause = fault.cause  # that says more of it
 
     def _growth(self) -> Grown | None:
         """The weight that the last steps of an optimizer made many times larger, if any."""
-        found = [steps.history.growth(optimizer) for optimizer, steps in self.steps.items()]
+        found = [steps.weights.history.growth(optimizer) for optimizer, steps in self.steps.items()]
         return max((one for one in found if one is not None), key=lambda one: one.times, default=None)
 
     def _after_too_large(self, fault: Fault) -> Fault:
         """``fault``; where a weight grew after gradients were told to be too large at any scale, as that fault."""
         is_of_growth = fault.growth is not None and fault.cause == fault.growth.cause
-        before = self.telling.too_large
-        if is_of_growth and before is not None:
-            fault.key, fault.cause = before.key, before.cause
+        for one in self.telling.told if is_of_growth else ():
+            if one.fault.is_too_large:
+                fault.key, fault.cause = one.fault.key, one.fault.cause
         return fault
 
     def suppose(self, row: LostStep) -> None:
@@ -145,15 +145,18 @@ class Diagnosis:
         for held in self.telling.untold if fault.growth is not None else ():
             has_cost = sum(row.fault == held.fault.key for row in self.lost)
             if has_cost > WINDOW / 2:  # more than an ordinary back-off does
-                self.telling.tell_held(held)
+                self.telling.tell(held.fault, held.head, held.step)
         self.telling.tell(fault, head, step)
 
     def tell_of_persistent(self, case: Case) -> None:
-        """Tell what was held back: overflows persist, so that it is a fault. If nothing was, watch the next steps."""
-        if self.telling.held:
-            held = [*self.telling.held.values()][-1]
-            case.lose_to(held.fault.key)
-            self.telling.tell_held(held, case.head, case.number)
+        """Tell what a watched step has shown: overflows persist, so it is a fault. If none has, watch more steps."""
+        shown = [one for one in self.telling.found.values() if not one.is_told or one.fault.key == GRADIENTS]
+        if shown:
+            latest = shown[-1]
+            case.lose_to(latest.fault.key)
+            if not latest.is_told:
+                latest.fault.note = f"this is what step {latest.step} showed, which was watched"
+            self.telling.tell(latest.fault, case.head, case.number)
             return
         watched = self.search.watch_next()
         for row in case.rows:
@@ -162,15 +165,16 @@ class Diagnosis:
 
     def _tell_of_unknown(self, case: Case, known: str) -> None:
         """Tell, once, that the cause was not found, where the step is known to be no normal back-off."""
-        is_held = case.what == "gradients" and self.telling.untold
-        if case.is_fault and is_held:
+        if not case.is_fault:
+            return
+        if case.what == "gradients" and self.telling.untold:
             self.tell_of_persistent(case)
-        elif case.is_fault and not has_found(self.lost, case.what):
+        elif not has_found(self.lost, case.what):
             self.telling.tell_unknown(f"{case.head}{known}", case.number)
 
     def tell_of_written(self, written: Written, steps: Steps) -> None:
         """Tell of weights that are not finite, and that a step has written."""
-        growth = None if written.at_any_rate else steps.history.growth(written.optimizer)
+        growth = None if written.at_any_rate else steps.weights.history.growth(written.optimizer)
         misuse = None if written.at_any_rate else spoiling_misuse()
         fault = self._after_too_large(written.fault(steps.seen, growth, misuse))
         self.lost[-1].fault = fault.key

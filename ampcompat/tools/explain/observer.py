@@ -101,7 +101,7 @@ class OverflowExplainer:
         is_lost = not is_finite(loss)
         for one in optimizers:
             self._steps_of(one).begin_block(one, self.block)
-        if all(steps.is_finite for steps in self.steps.values()):
+        if all(steps.weights.are_finite for steps in self.steps.values()):
             self.diagnosis.spoiled.forget()
         if is_lost and not self._is_lost(optimizers):
             self._look_into_block(f"The loss of {{}} is {_number_in(loss)}.", "loss", optimizers, self.block, [loss])
@@ -127,7 +127,7 @@ class OverflowExplainer:
     @_unseen
     def before_step(self, optimizer: Optimizer) -> None:
         """Look at weights that the script has written since the block: the step is not to answer for them."""
-        self._steps_of(optimizer).look_at_written(optimizer)
+        self._steps_of(optimizer).weights.look_at_written(optimizer)
 
     @_unseen
     def on_step(self, optimizer: Optimizer, skipped: bool | None) -> None:
@@ -199,7 +199,7 @@ class OverflowExplainer:
     def _look_at_made_step(self, optimizer: Optimizer, steps: Steps) -> None:
         """Tell of weights that are not finite and that the step has written, and at the first step of its numbers."""
         is_first = steps.made == 0
-        were_finite = steps.is_finite
+        were_finite = steps.weights.are_finite
         written, self.underflow = steps.after(optimizer)
         if is_first:
             self._tell_of_numbers(optimizer, steps.seen, [] if written is None else written.numbers)
@@ -214,7 +214,7 @@ class OverflowExplainer:
                 self.diagnosis.blame(event, Case(head, steps.seen, "gradients", [steps], steps.block, grads))
             else:
                 self.diagnosis.tell_of_written(written, steps)
-        if were_finite and not steps.is_finite and steps.lost is not None:
+        if were_finite and not steps.weights.are_finite and steps.lost is not None:
             self.diagnosis.spoiled.note(self.count, steps.lost.fault)
 
     def _tell_of_numbers(self, optimizer: Optimizer, step: int, told: Sequence[Number]) -> None:
@@ -257,19 +257,17 @@ class OverflowExplainer:
         if self.count == 0:
             return []
         messages = []
-        causes = self.telling.causes
         is_mostly_skipped = 2 * sum(row.skipped for row in self.diagnosis.lost) > self.count
-        if is_mostly_skipped and not causes:
-            for held in self.telling.untold[-1:]:
-                messages.append(held.fault.message(held.head, held.step))
-                causes[held.fault.key] = held.fault.cause
-        untold = {held.fault.key: held.fault.cause for held in self.telling.untold}
+        if is_mostly_skipped and not self.telling.told:
+            for latest in self.telling.untold[-1:]:
+                latest.is_told = True
+                messages.append(latest.fault.message(latest.head, latest.step))
         own = Account(
             rank=rank(),
             steps=self.count,
             lost=put_down(self.diagnosis.lost),
-            told=causes,
-            held=untold,
+            told={one.fault.key: one.fault.cause for one in self.telling.told},
+            held={one.fault.key: one.fault.cause for one in self.telling.untold},
             has_told_unknown=self.telling.has_told_unknown,
             weights_lost_at=self.diagnosis.spoiled.since,
             warned=warned(),

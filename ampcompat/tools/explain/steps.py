@@ -5,15 +5,11 @@ from __future__ import annotations
 import math
 from collections import deque
 
-import torch
-
-from ampcompat import _torch
-from ampcompat.tools.core import LossScaler, Optimizer, master_of, numbers_of
-from ampcompat.tools.explain.growth import History
+from ampcompat.tools.core import LossScaler, Optimizer, numbers_of
 from ampcompat.tools.explain.lost import LostStep
-from ampcompat.tools.explain.underflow import Underflow, can_vanish, gradients_of, underflow
-from ampcompat.tools.explain.written import Written, first_written, params_of, state_of
-from ampcompat.tools.tensors import largest_on_device
+from ampcompat.tools.explain.underflow import Underflow, gradients_of, underflow
+from ampcompat.tools.explain.weights import Weights
+from ampcompat.tools.explain.written import Written, first_written
 
 #: The last steps that are looked at. A scale that begins at 65536 is below 1 after 17 skips.
 WINDOW = 20
@@ -47,8 +43,7 @@ class Steps:
         falling: The rows of the last skips, at loss scales that no step was made at; a step that is made ends them.
         block: The last block; None before the first.
         last_blocks: Those since the step before, by their scalers.
-        is_finite: Whether weights and state were finite when they were last looked at.
-        history: How large the weights were, after each of the last steps.
+        weights: Its weights.
         skips: How many steps in a row were skipped, up to the last.
     """
 
@@ -58,12 +53,11 @@ class Steps:
         self.falling: list[LostStep] = []
         self.block: Block | None = None
         self.last_blocks: dict[LossScaler, Block] = {}
-        self.history = History()
+        self.weights = Weights(optimizer)
         self._last: deque[bool] = deque(maxlen=WINDOW)  # whether each of the last steps was skipped
         self._has_stepped = False
         self._made_at: dict[LossScaler, float] = {}  # the highest scales of steps that were made
         self._scales: dict[LossScaler, tuple[float, int]] = {}  # and the step that each came with
-        self._look(optimizer)
 
     def begin_block(self, optimizer: Optimizer, block: Block) -> None:
         """Note a block, and look at weights that something other than a step has written."""
@@ -73,20 +67,7 @@ class Steps:
         self.block = self.last_blocks[block.scaler] = block
         if self.lost is not None and not gradients_of(optimizer):
             self.lost = None  # the script has dropped that batch
-        self.look_at_written(optimizer)
-
-    def look_at_written(self, optimizer: Optimizer) -> None:
-        """Look at weights that something other than a step has written: one host sync, if so.
-
-        The step to come is to answer for its own writing alone.
-        """
-        if self._versions != _versions(optimizer):
-            self._look(optimizer)
-
-    def _look(self, optimizer: Optimizer) -> None:
-        self.is_finite, _, sizes = _examine(optimizer)
-        self._versions = _versions(optimizer)
-        self.history.begin(sizes)
+        self.weights.look_at_written(optimizer)
 
     def end(self, skipped: bool) -> None:
         """Note that a step was made or skipped, and the scales of its blocks."""
@@ -124,67 +105,17 @@ class Steps:
 
     # -- steps that were made ----------------------------------------------------------------------------------------
     def after(self, optimizer: Optimizer) -> tuple[Written | None, Underflow | None]:
-        """Look at what a step that was made has written, and at its gradients: one host sync a device.
+        """Look at what a step that was made has written, and at its gradients.
 
         Returns:
             The weight or state that it has left not finite, and gradients that were too small.
         """
         self.made = self.seen
-        if not self.is_finite:
-            self._versions = _versions(optimizer)
-            return None, None
-        self.is_finite, largest_grad, sizes = _examine(optimizer)
-        self._versions = _versions(optimizer)
-        self.history.add(sizes, optimizer)
-        is_new = not self.is_finite and self.lost is None  # otherwise the fault was told
+        were_finite = self.weights.are_finite
+        largest_grad = self.weights.look_after_step(optimizer)
+        is_new = were_finite and not self.weights.are_finite and self.lost is None  # otherwise the fault was told
         too_small = None
         if largest_grad is not None and self._scales:
             scale, since = min(self._scales.values())
             too_small = underflow(optimizer, self.seen, largest_grad, scale, since)
         return first_written(optimizer) if is_new else None, too_small
-
-
-def _examine(optimizer: Optimizer) -> tuple[bool, float | None, dict[int, float]]:
-    """Look at all weights that ``optimizer`` steps, the halves of masters too, and at its state and gradients.
-
-    Returns:
-        Whether weights and state are finite; the largest gradient, None where it has none or float16 is not used; and
-        the largest magnitudes of the weights, by their ids.
-    """
-    weights = [param for _, param in params_of(optimizer) if param.numel()]
-    masters = [master for master in map(master_of, weights) if master is not None]
-    states = [tensor for param in weights for _, tensor in state_of(optimizer, param)]
-    written = [*weights, *(master.half for master in masters), *states]
-    grads = gradients_of(optimizer) if can_vanish() else []
-    sizes = _largest_of_each([*written, *grads])
-    are_finite = all(map(math.isfinite, sizes[: len(written)]))
-    largest_grad = max(sizes[len(written) :], default=None)
-    return are_finite, largest_grad, dict(zip(map(id, weights), sizes, strict=False))
-
-
-def _largest_of_each(tensors: list[torch.Tensor]) -> list[float]:
-    """The largest magnitude in each: one host sync a device."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        by_kind.setdefault((tensor.device, tensor.dtype), []).append(index)
-    order: dict[torch.device, list[int]] = {}
-    found: dict[torch.device, list[torch.Tensor]] = {}
-    for (device, _), indices in by_kind.items():
-        alike = [tensors[index].detach() for index in indices]
-        if device.type == "cpu":  # torch's norm is slow there
-            largest = [largest_on_device(tensor) for tensor in alike]
-        else:
-            largest = list(_torch.foreach_norm(alike, float("inf")))
-        order.setdefault(device, []).extend(indices)
-        found.setdefault(device, []).append(torch.stack(largest).float())
-    sizes = [0.0] * len(tensors)
-    for device, parts in found.items():
-        for index, size in zip(order[device], torch.cat(parts).tolist(), strict=True):
-            sizes[index] = size
-    return sizes
-
-
-def _versions(optimizer: Optimizer) -> list[int]:
-    """Numbers that change when anything writes a weight that ``optimizer`` steps. Runs no op."""
-    masters = [(param, master_of(param)) for group in optimizer.param_groups for param in group["params"]]
-    return [param._version + (0 if master is None else master.half._version) for param, master in masters]

@@ -1,23 +1,32 @@
-"""What is told of faults: each once, as many as were asked for, and some later or never.
+"""What is told of the faults that were found: each once, as many as were asked for, and some later or never.
 
-A gradient that a lower loss scale may hold is no fault yet: its explanation is held back until overflows persist.
+A gradient that a lower loss scale may hold is no fault yet: its explanation waits until overflows persist.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.messages import Message
 
 
-class Held(NamedTuple):
-    """An explanation that is held back."""
+@dataclass
+class Explanation:
+    """A fault that was found.
+
+    Attributes:
+        fault: The fault.
+        head: What it has cost, as in "The loss of step 3 is nan.".
+        step: The number of that step.
+        is_told: Whether it is known to be a fault, and was told.
+    """
 
     fault: Fault
     head: str
     step: int
+    is_told: bool = False
 
 
 class Telling:
@@ -31,9 +40,7 @@ class Telling:
 
     Attributes:
         left: How many may still be explained.
-        causes: The causes of the faults that are known, by their keys.
-        held: What was held back, by the keys of the faults, the latest last; it stays when it has been told.
-        too_large: The gradients that were told to be too large at any loss scale.
+        found: The explanations by the keys of their faults, the latest last.
         has_told_unknown: Whether it was told that a cause was not found.
     """
 
@@ -41,37 +48,34 @@ class Telling:
         self.limit, self.stop, self.json = limit, stop, json
         self._before_end = before_end
         self.left = limit
-        self.causes: dict[str, str] = {}
-        self.held: dict[str, Held] = {}
-        self.too_large: Fault | None = None
+        self.found: dict[str, Explanation] = {}
         self.has_told_unknown = False
 
-    def is_known(self, key: str) -> bool:
-        """Whether the fault of ``key`` is known to be one."""
-        return key in self.causes
+    @property
+    def told(self) -> list[Explanation]:
+        """Those that were told."""
+        return [one for one in self.found.values() if one.is_told]
 
     @property
-    def untold(self) -> list[Held]:
-        """What is held back and was not told, the latest last."""
-        return [held for key, held in self.held.items() if not self.is_known(key)]
+    def untold(self) -> list[Explanation]:
+        """Those that may be gone at a lower loss scale."""
+        return [one for one in self.found.values() if not one.is_told]
+
+    def is_told(self, key: str) -> bool:
+        """Whether the fault of ``key`` was told."""
+        return key in self.found and self.found[key].is_told
 
     def hold(self, fault: Fault, head: str, step: int) -> None:
-        """Hold back what may be gone at a lower loss scale."""
-        self.held.pop(fault.key, None)
-        self.held[fault.key] = Held(fault, head, step)
+        """Keep the explanation of what may be gone at a lower loss scale, in place of an earlier one."""
+        self.found.pop(fault.key, None)
+        self.found[fault.key] = Explanation(fault, head, step)
 
     def tell(self, fault: Fault, head: str, step: int) -> None:
         """Tell of a fault, unless it was told already or enough was told."""
-        if not self.is_known(fault.key):
-            self.causes[fault.key] = fault.cause
-            self.too_large = fault if fault.is_too_large else self.too_large
+        if not self.is_told(fault.key):
+            self.hold(fault, head, step)
+            self.found[fault.key].is_told = True
             self._explain(fault.message(head, step))
-
-    def tell_held(self, held: Held, head: str = "", step: int = 0) -> None:
-        """Tell what was held back: it is a fault, as ``head`` says of ``step``."""
-        if head:
-            held.fault.note = f"this is what step {held.step} showed, which was watched"
-        self.tell(held.fault, head or held.head, step or held.step)
 
     def tell_unknown(self, head: str, step: int) -> None:
         """Tell, once, that a cause was not found."""
