@@ -15,7 +15,6 @@ from ampcompat.tools.explain.event import Event
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.lost import LostStep, has_found
-from ampcompat.tools.explain.misuse import spoiling_misuse
 from ampcompat.tools.explain.numbers import optimizer_name
 from ampcompat.tools.explain.ops import GRADIENTS, op_fault
 from ampcompat.tools.explain.search import Search
@@ -172,14 +171,12 @@ class Diagnosis:
         elif not has_found(self.lost, case.what):
             self.telling.tell_unknown(f"{case.head}{known}", case.number)
 
-    def tell_of_written(self, written: Written, steps: Steps) -> None:
+    def tell_of_written(self, written: Written, step: int) -> None:
         """Tell of weights that are not finite, and that a step has written."""
-        growth = None if written.at_any_rate else steps.weights.history.growth(written.optimizer)
-        misuse = None if written.at_any_rate else spoiling_misuse()
-        fault = self._after_too_large(written.fault(steps.seen, growth, misuse))
+        fault = self._after_too_large(written.fault)
         self.lost[-1].fault = fault.key
         self.spoiled.note(self.lost[-1].number, fault.key)
-        self._tell(fault, f"Step {steps.seen} of {written.head}", steps.seen)
+        self._tell(fault, written.head, step)
 
     def tell_of_old_gradients(self, head: str, row: LostStep, step: int, optimizer: Optimizer) -> None:
         """Tell of gradients that overflowed before, and lose each step since."""

@@ -19,6 +19,9 @@ from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.places import Place
 from ampcompat.tools.tensors import LARGEST, LEAST
 
+_Test = Callable[[Event], bool]
+_Table = tuple[tuple[_Test, str], ...]
+
 #: What a dispatcher op does to a zero.
 _DIVISIONS = ("div", "div_", "reciprocal", "rsqrt", "pow", "true_divide")
 _MULTIPLICATIONS = ("mul", "mul_", "div", "div_", "add", "add_", "addmm", "baddbmm")
@@ -262,6 +265,10 @@ def _is_root(event: Event) -> bool:
     return event.backward and event.node.startswith(("Sqrt", "LinalgVectorNorm", "Norm", "Pow"))
 
 
+def _is_norm(event: Event) -> bool:
+    return event.backward and "norm" in event.place.function
+
+
 def _is_end_of_range(event: Event) -> bool:
     return event.backward and event.node.startswith(("Acos", "Asin", "Atanh", "Acosh"))
 
@@ -275,48 +282,46 @@ def _is_logarithm(event: Event) -> bool:
     return event.op.startswith("log") or event.place.function.startswith("log")
 
 
-def _is_logarithm_of(event: Event, function: str) -> bool:
-    return _is_logarithm(event) and any(function in made.op for made in _chains(event))
+def _is_logarithm_of(function: str) -> _Test:
+    return lambda event: _is_logarithm(event) and any(function in made.op for made in _chains(event))
 
 
-def _is_of_few(event: Event, *ops: str) -> bool:
-    """Whether one of ``ops`` is NaN because there is nothing to compute it from."""
-    return event.is_nan and not event.backward and event.op in ops
+def _is_one_of(*ops: str) -> _Test:
+    return lambda event: event.op in ops
 
 
-#: Which events a row is for, and what it says. The first row that fits is told.
-_Row = tuple[Callable[[Event], bool], str]
-#: Where it is certain that float32 is no cure.
-_OF_FEW_VALUES: tuple[_Row, ...] = (
+def _is_of_nothing(*ops: str) -> _Test:
+    """Whether one of ``ops`` is NaN because there is too little to compute it from."""
+    return lambda event: event.is_nan and not event.backward and event.op in ops
+
+
+#: Which events a row is for, and what it says. The first row that fits is told. These leave no doubt:
+_OF_NOTHING: _Table = (
     (
-        lambda event: _is_of_few(event, "std", "var", "std_mean", "var_mean"),
+        _is_of_nothing("std", "var", "std_mean", "var_mean"),
         "{op} of a single value is NaN: leave such a batch out (drop_last=True), or pass correction=0",
     ),
+    (_is_of_nothing("mean"), "the mean of nothing is NaN: leave out a batch of which nothing is left"),
     (
-        lambda event: _is_of_few(event, "mean"),
-        "the mean of nothing is NaN: leave out a batch of which nothing is left",
-    ),
-    (
-        lambda event: _is_of_few(event, "nll_loss_forward", "nll_loss2d_forward"),
+        _is_of_nothing("nll_loss_forward", "nll_loss2d_forward"),
         "every label of this batch is ignore_index, or of weight 0: leave such a batch out, or divide a loss of"
         " reduction='sum' by max(count, 1)",
     ),
 )
-_STABLE_FORMS: tuple[_Row, ...] = (
+_GRADIENT_OF_ROOT = "the gradient of {function} at 0 is not finite: add an eps inside, as in (... + 1e-6).sqrt()"
+_STABLE_FORMS: _Table = (
     (
-        lambda event: _is_logarithm_of(event, "softmax"),
+        _is_logarithm_of("softmax"),
         "F.log_softmax(x, dim) in place of log(softmax(x)), or F.cross_entropy, which takes logits",
     ),
     (
-        lambda event: _is_logarithm_of(event, "sigmoid"),
+        _is_logarithm_of("sigmoid"),
         "F.logsigmoid(x) in place of log(sigmoid(x)), or F.binary_cross_entropy_with_logits, which takes logits",
     ),
 )
-_UNDEFINED: tuple[_Row, ...] = (
-    (
-        lambda event: _is_root(event) or (event.backward and "norm" in event.place.function),
-        "the gradient of {function} at 0 is not finite: add an eps inside, as in (... + 1e-6).sqrt()",
-    ),
+_UNDEFINED: _Table = (
+    (_is_root, _GRADIENT_OF_ROOT),
+    (_is_norm, _GRADIENT_OF_ROOT),
     (
         _is_end_of_range,
         "the gradient of {function} at the end of its range is not finite: clamp its input a little inside",
@@ -324,13 +329,10 @@ _UNDEFINED: tuple[_Row, ...] = (
     (_is_written, "this line writes a number that is not finite: look at where it comes from"),
     *_STABLE_FORMS,
     (_is_logarithm, "the logarithm of 0 (or of less): {wide}.clamp_min(1e-6) on what goes into it"),
+    (_is_one_of(*_DIVISIONS), "a division by zero{zeros}: add an eps to the denominator, as in / (... + {eps})"),
+    (_is_one_of("sqrt", "rsqrt"), "the root of a negative number: clamp it at 0 before"),
     (
-        lambda event: event.op in _DIVISIONS,
-        "a division by zero{zeros}: add an eps to the denominator, as in / (... + {eps})",
-    ),
-    (lambda event: event.op in ("sqrt", "rsqrt"), "the root of a negative number: clamp it at 0 before"),
-    (
-        lambda event: event.op in ("exp", "expm1", "sinh", "cosh"),
+        _is_one_of("exp", "expm1", "sinh", "cosh"),
         "{op} of more than 88 is beyond float32 too: .clamp(max=20) on what goes into it; for a softmax, subtract the"
         " maximum",
     ),
@@ -342,7 +344,7 @@ _UNDEFINED: tuple[_Row, ...] = (
 
 
 def _undefined(event: Event, setting: Setting) -> list[str]:
-    few = _first(_OF_FEW_VALUES, event)
+    few = _first(_OF_NOTHING, event)
     if few:
         return [few.format(op=event.op)]
     zeros = event.denominators
@@ -361,7 +363,7 @@ def _undefined(event: Event, setting: Setting) -> list[str]:
     return found
 
 
-def _first(table: tuple[_Row, ...], event: Event) -> str:
+def _first(table: _Table, event: Event) -> str:
     """The text of the first row that is for ``event``; "" where none is."""
     return next((text for is_for, text in table if is_for(event)), "")
 

@@ -118,4 +118,5 @@ class Steps:
         if largest_grad is not None and self._scales:
             scale, since = min(self._scales.values())
             too_small = underflow(optimizer, self.seen, largest_grad, scale, since)
-        return first_written(optimizer) if is_new else None, too_small
+        written = first_written(optimizer, self.seen, self.weights.history) if is_new else None
+        return written, too_small

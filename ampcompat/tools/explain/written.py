@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -12,10 +13,10 @@ from ampcompat import _torch
 from ampcompat.tools.core import HALF_DTYPES, Master, Optimizer, master_of
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.fault import Fault
-from ampcompat.tools.explain.growth import Grown, name_of
+from ampcompat.tools.explain.growth import History, name_of
 from ampcompat.tools.explain.hints import BFLOAT16
-from ampcompat.tools.explain.misuse import Misuse
-from ampcompat.tools.explain.numbers import MASTERS, Number, not_representable, optimizer_name
+from ampcompat.tools.explain.misuse import spoiling_misuse
+from ampcompat.tools.explain.numbers import MASTERS, not_representable, optimizer_name
 from ampcompat.tools.tensors import LARGEST, count_not_finite, is_finite, largest, readable
 
 _SMALLER_STEPS = "a lower learning rate, or clipped gradients"
@@ -29,106 +30,96 @@ class Reason:
         why: In words.
         hints: What to do, the likeliest first.
         at_any_rate: Whether a lower learning rate would not help.
-        number: The number of the optimizer that its parameters' dtype does not hold, if it is that.
+        number: What is told of a number of the optimizer that its parameters' dtype does not hold, if it is that.
     """
 
     why: str
     hints: list[str] = field(default_factory=list)
     at_any_rate: bool = True
-    number: Number | None = None
+    number: Fault | None = None
 
 
-@dataclass
-class Written:
-    """A tensor that a step has left not finite.
+class Written(NamedTuple):
+    """What a step has left not finite.
 
     Attributes:
-        optimizer: The optimizer that made the step.
-        group: Index of the param group.
-        param: The weight.
-        tensor: The weight, its half copy, or the state that is not finite.
-        state: Name of that state; "" for the weight.
-        reasons: The likeliest first.
+        head: As in "Step 3 of SGD left a weight that is not finite.".
+        fault: What is told of it.
+        numbers: Those that its parameters' dtype does not hold, and that are the reason.
     """
 
-    optimizer: Optimizer
+    head: str
+    fault: Fault
+    numbers: list[Fault]
+
+
+class _Lost(NamedTuple):
+    """A tensor that is not finite: a weight, its half copy, or with a name the state of a weight."""
+
     group: int
     param: torch.Tensor
     tensor: torch.Tensor
     state: str
     reasons: list[Reason]
 
-    @property
-    def head(self) -> str:
-        """What the step has left."""
-        return f"{optimizer_name(self.optimizer)} left {'state' if self.state else 'a weight'} that is not finite."
 
-    @property
-    def at_any_rate(self) -> bool:
-        """Whether a lower learning rate would not help."""
-        return any(reason.at_any_rate for reason in self.reasons)
-
-    @property
-    def numbers(self) -> list[Number]:
-        """The numbers of the optimizer that are the reason."""
-        return [reason.number for reason in self.reasons if reason.number is not None]
-
-    def fault(self, step: int, growth: Grown | None, misuse: Misuse | None) -> Fault:
-        """What is told of it.
-
-        Args:
-            step: The number of the step.
-            growth: The weight that the last steps made many times larger, if any.
-            misuse: What amp has warned of and may have spoiled the weights, if anything.
-        """
-        optimizer = optimizer_name(self.optimizer)
-        parameter = name_of(self.param)
-        of_what = parameter or f"a parameter of group {self.group}"
-        name = f"{self.state} of {of_what}" if self.state else of_what
-        lost = count_not_finite(self.tensor)
-        cause = f"step {step} of {optimizer}, which left {name} not finite"
-        hints = [hint for reason in self.reasons for hint in reason.hints] or [_SMALLER_STEPS]
-        if misuse is not None:
-            growth = None
-            cause = misuse.cause
-            hints = [misuse.hint]
-        elif growth is not None:
-            cause = growth.cause
-            hints = [growth.hint, *(hint for hint in hints if not hint.startswith("a lower learning rate"))]
-        facts = {
-            "optimizer": optimizer,
-            "group": self.group,
-            "parameter": parameter,
-            "dtype": dtype_name(self.tensor.dtype),
-            "not_finite": lost,
-            "elements": self.tensor.numel(),
-        }
-        return Fault(
-            what=f"{name} ({facts['dtype']}): {lost} of {facts['elements']} elements are not finite",
-            where=f"group {self.group} of {optimizer}",
-            cause=cause,
-            key=cause,
-            number=largest(self.tensor),
-            details=[("and" if index else "why", reason.why) for index, reason in enumerate(self.reasons)],
-            growth=growth,
-            hints=hints,
-            facts=facts,
-        )
-
-
-def first_written(optimizer: Optimizer) -> Written | None:
+def _first_lost(optimizer: Optimizer) -> _Lost | None:
     """The first weight, or state where all weights are finite, that is not, and why."""
     for group, param in params_of(optimizer):
         if not is_finite(param):
-            return Written(optimizer, group, param, param, "", _of_weight(optimizer, group, param))
+            return _Lost(group, param, param, "", _of_weight(optimizer, group, param))
         master = master_of(param)
         if master is not None and not is_finite(master.half):
-            return Written(optimizer, group, master.half, master.half, "", [_of_half(master)])
+            return _Lost(group, master.half, master.half, "", [_of_half(master)])
     for group, param in params_of(optimizer):
-        for name, tensor in state_of(optimizer, param):
+        for state, tensor in state_of(optimizer, param):
             if not is_finite(tensor):
-                return Written(optimizer, group, param, tensor, name, [_of_state(tensor, param)])
+                return _Lost(group, param, tensor, state, [_of_state(tensor, param)])
     return None
+
+
+def first_written(optimizer: Optimizer, step: int, history: History) -> Written | None:
+    """Describe what the step has left not finite; None where nothing is."""
+    lost = _first_lost(optimizer)
+    if lost is None:
+        return None
+    group, param, tensor, state, reasons = lost
+    optimizer_class = optimizer_name(optimizer)
+    parameter = name_of(param)
+    of_what = parameter or f"a parameter of group {group}"
+    name = f"{state} of {of_what}" if state else of_what
+    facts = {
+        "optimizer": optimizer_class,
+        "group": group,
+        "parameter": parameter,
+        "dtype": dtype_name(tensor.dtype),
+        "not_finite": count_not_finite(tensor),
+        "elements": tensor.numel(),
+    }
+    cause = f"step {step} of {optimizer_class}, which left {name} not finite"
+    hints = [hint for reason in reasons for hint in reason.hints] or [_SMALLER_STEPS]
+    at_any_rate = any(reason.at_any_rate for reason in reasons)
+    misuse = None if at_any_rate else spoiling_misuse()
+    growth = None if at_any_rate or misuse is not None else history.growth(optimizer)
+    if misuse is not None:
+        cause = misuse.cause
+        hints = [misuse.hint]
+    elif growth is not None:
+        cause = growth.cause
+        hints = [growth.hint, *(hint for hint in hints if not hint.startswith("a lower learning rate"))]
+    fault = Fault(
+        what=f"{name} ({facts['dtype']}): {facts['not_finite']} of {facts['elements']} elements are not finite",
+        where=f"group {group} of {optimizer_class}",
+        cause=cause,
+        key=cause,
+        number=largest(tensor),
+        details=[("and" if index else "why", reason.why) for index, reason in enumerate(reasons)],
+        growth=growth,
+        hints=hints,
+        facts=facts,
+    )
+    head = f"Step {step} of {optimizer_class} left {'state' if state else 'a weight'} that is not finite."
+    return Written(head, fault, [reason.number for reason in reasons if reason.number is not None])
 
 
 def _of_weight(optimizer: Optimizer, group: int, param: torch.Tensor) -> list[Reason]:
@@ -142,8 +133,9 @@ def _of_weight(optimizer: Optimizer, group: int, param: torch.Tensor) -> list[Re
         if not is_finite(tensor):
             sure.append(Reason(f"its {name} is not finite", at_any_rate=False))
     for number in not_representable(optimizer):
-        if number.group == group and number.dtype == dtype_name(param.dtype) and number.name == "eps":
-            sure.append(Reason(f"{number.text}{zeros}", number.hints, number=number))
+        kind = number.facts["group"], number.facts["dtype"], number.facts["name"]
+        if kind == (group, dtype_name(param.dtype), "eps"):
+            sure.append(Reason(f"{number.cause}{zeros}", number.hints, number=number))
     return sure or [_likeliest(optimizer, group, param, zeros)]
 
 
