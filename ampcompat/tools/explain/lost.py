@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -49,12 +50,24 @@ def put_down(lost: Sequence[LostStep]) -> list[LostStep]:
 
     What the watch shows is likely to have lost the steps near it, too, that running a forward again did not explain.
     """
-    known = [one for one in lost if one.was_looked_into and one.fault]
+    known: dict[str, list[LostStep]] = {}
+    watched: dict[str, list[LostStep]] = {}
+    for step in lost:
+        if step.fault and step.was_looked_into:
+            known.setdefault(step.what, []).append(step)
+        if step.fault and step.was_watched:
+            watched.setdefault(step.what, []).append(step)
     found = []
     for step in lost:
-        like = [one for one in known if one.what == step.what] if step.is_unknown else []
-        if step.was_looked_into:
-            like = [one for one in like if one.was_watched and abs(one.number - step.number) <= NEAR]
-        nearest = min(like, key=lambda one: abs(one.number - step.number), default=step)
-        found.append(replace(step, fault=nearest.fault))
+        like = watched if step.was_looked_into else known
+        nearest = _nearest(step, like.get(step.what, []))
+        is_near = abs(nearest.number - step.number) <= NEAR or not step.was_looked_into
+        found.append(replace(step, fault=nearest.fault) if step.is_unknown and is_near else step)
     return found
+
+
+def _nearest(step: LostStep, others: list[LostStep]) -> LostStep:
+    """The one of ``others``, which are in order, that is nearest to ``step``; itself where there is none."""
+    at = bisect.bisect(others, step.number, key=lambda one: one.number)
+    around = others[max(at - 1, 0) : at + 1]
+    return min(around, key=lambda one: abs(one.number - step.number), default=step)
