@@ -80,7 +80,8 @@ class Diagnosis:
 
     def record(self, row: LostStep, number: int, is_skipped: bool) -> None:
         """Note that the step numbered ``number`` was lost."""
-        row.number, row.skipped = number, is_skipped
+        row.number = number
+        row.skipped = is_skipped
         self.lost.append(row)
 
     def look_into(self, case: Case) -> None:
@@ -90,7 +91,8 @@ class Diagnosis:
             return
         found = self.search.look(case.tensors, case.what == "gradients", case.block.scaler, case.block.scale)
         for row in case.rows:
-            row.was_watched, row.was_looked_into = found.was_watched, found.was_looked_into
+            row.was_watched = found.was_watched
+            row.was_looked_into = found.was_looked_into
         if found.event is not None:
             self.blame(found.event, case)
         elif found.was_looked_into:
@@ -171,11 +173,11 @@ class Diagnosis:
         elif not has_found(self.lost, case.what):
             self.telling.tell_unknown(f"{case.head}{known}", case.number)
 
-    def tell_of_written(self, written: Written, step: int) -> None:
+    def tell_of_written(self, written: Written, row: LostStep, step: int) -> None:
         """Tell of weights that are not finite, and that a step has written."""
         fault = self._after_too_large(written.fault)
-        self.lost[-1].fault = fault.key
-        self.spoiled.note(self.lost[-1].number, fault.key)
+        row.fault = fault.key
+        self.spoiled.note(row.number, fault.key)
         self._tell(fault, written.head, step)
 
     def tell_of_old_gradients(self, head: str, row: LostStep, step: int, optimizer: Optimizer) -> None:

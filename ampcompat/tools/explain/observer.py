@@ -144,21 +144,23 @@ class OverflowExplainer:
         steps.end(is_skipped)
         if is_skipped and not is_known:
             steps.lost = LostStep("gradients", is_normal=steps.block is None)
-        if steps.lost is not None:
-            self.diagnosis.record(steps.lost, self.count, is_skipped)
+        row = steps.lost
+        if row is not None:
+            self.diagnosis.record(row, self.count, is_skipped)
         try:
             if not is_skipped:
                 self._look_at_made_step(optimizer, steps)
-            elif steps.block is not None:
-                self._look_at_skipped_step(optimizer, steps, steps.block, is_known)
+            elif row is not None and steps.block is not None:
+                self._look_at_skipped_step(optimizer, steps, steps.block, row, is_known)
         finally:  # what is told may end the script, which may catch that
             steps.lost = None
             self.search.after_step(optimizer)
 
     # -- a step ------------------------------------------------------------------------------------------------------
-    def _look_at_skipped_step(self, optimizer: Optimizer, steps: Steps, block: Block, is_known: bool) -> None:
+    def _look_at_skipped_step(
+        self, optimizer: Optimizer, steps: Steps, block: Block, row: LostStep, is_known: bool
+    ) -> None:
         """Note to what the loss scale has come down; look into a skip that is no ordinary back-off of it."""
-        row = self.diagnosis.lost[-1]
         overflowed = overflowed_scalers(optimizer)
         scaler = min(overflowed, key=_scale_of, default=block.scaler)
         scale = _scale_of(scaler)
@@ -208,13 +210,13 @@ class OverflowExplainer:
             grads = _lost_gradients([optimizer])
             event = self.watch.origin(grads)  # what the script did to gradients between block and step
             was_seen = event is not None and steps.block is not None
-            steps.lost = LostStep("gradients" if was_seen else "weights", was_watched=was_seen)
-            self.diagnosis.record(steps.lost, self.count, is_skipped=False)
+            row = steps.lost = LostStep("gradients" if was_seen else "weights", was_watched=was_seen)
+            self.diagnosis.record(row, self.count, is_skipped=False)
             if event is not None and steps.block is not None:
                 head = f"A gradient of step {steps.seen} is not finite."
                 self.diagnosis.blame(event, Case(head, steps.seen, "gradients", [steps], steps.block, grads))
             else:
-                self.diagnosis.tell_of_written(written, steps.seen)
+                self.diagnosis.tell_of_written(written, row, steps.seen)
         if were_finite and not steps.weights.are_finite and steps.lost is not None:
             self.diagnosis.spoiled.note(self.count, steps.lost.fault)
 
