@@ -151,18 +151,16 @@ class Diagnosis:
 
     def tell_of_persistent(self, case: Case) -> None:
         """Tell what a watched step has shown: overflows persist, so it is a fault. If none has, watch more steps."""
-        shown = [one for one in self.telling.found.values() if not one.is_told or one.fault.key == GRADIENTS]
-        if shown:
-            latest = shown[-1]
+        if self.telling.untold:
+            latest = self.telling.untold[-1]
             case.lose_to(latest.fault.key)
-            if not latest.is_told:
-                latest.fault.note = f"this is what step {latest.step} showed, which was watched"
+            latest.fault.note = f"this is what step {latest.step} showed, which was watched"
             self.telling.tell(latest.fault, case.head, case.number)
-            return
-        watched = self.search.watch_next()
-        for row in case.rows:
-            row.was_looked_into = bool(watched)
-        self._tell_of_unknown(case, watched)
+        elif not self.telling.is_told(GRADIENTS):  # otherwise every third is watched: another fault may have come
+            watched = self.search.watch_next()
+            for row in case.rows:
+                row.was_looked_into = bool(watched)
+            self._tell_of_unknown(case, watched)
 
     def _tell_of_unknown(self, case: Case, known: str) -> None:
         """Tell, once, that the cause was not found, where the step is known to be no normal back-off."""
