@@ -7,7 +7,6 @@ from ampcompat._state import state
 from ampcompat.amp.casts.contexts import cast_state
 from ampcompat.amp.observers import observers
 from ampcompat.amp.scaling.session import call_state
-from ampcompat.tools import explain
 from ampcompat.tools.explain.observer import OverflowExplainer
 
 
@@ -46,4 +45,4 @@ def explainer():
 
 def last_words():
     """What explain would write if the run ended here: a verdict, and before it what was held back."""
-    return explain.last_words(explainer().tally, explainer().ranks)
+    return explainer().last_words()

@@ -1,9 +1,12 @@
 """Explain why steps are lost.
 
-The batch of a lost step is run again with every op looked at; where that shows nothing, or the skip may be normal, the
-probe is put into the run itself, from a step to the next, until it has seen where the value that is not finite was
-born. A tally counts all steps, and the verdict says at the end what the lost ones were lost to, on which rank, or that
-this is not known.
+From the first step that is lost, and is no normal back-off of the loss scale, the probe is in the run itself: from a
+step to the next it sees every op, until it has seen where the value that is not finite was born. What spoils the
+weights is lost once: the forwards of such a batch are run again under the probe at once, before the step. Each lost
+step is a row; the verdict reads these rows at the end, of all ranks, and says what the steps were lost to.
+
+The way of a lost step: ``observer`` (an event of amp), ``diagnosis``, ``search`` (asks ``watch``, or runs the forward
+``again``; both use ``probe``), ``ops`` and ``hints`` (or ``written``: what a step wrote), ``telling``, ``verdict``.
 """
 
 from __future__ import annotations
@@ -12,11 +15,7 @@ import os
 
 from ampcompat.tools.at_end import at_end
 from ampcompat.tools.core import at_reset, observers
-from ampcompat.tools.explain.messages import Message
 from ampcompat.tools.explain.observer import OverflowExplainer
-from ampcompat.tools.explain.ranks import Ranks
-from ampcompat.tools.explain.tally import Tally
-from ampcompat.tools.explain.verdict import Verdict
 
 __all__ = ["explain_as", "explain_as_asked", "explain_overflows"]
 
@@ -32,11 +31,11 @@ def explain_overflows(limit: int = LIMIT, *, stop: bool = False, json: bool = Fa
     the scale was too low for them, it says since when.
 
     While nothing overflows, references to the last batches are kept, the loss of each block is looked at, and what each
-    step wrote: two host syncs a step. After an overflow that is no normal back-off, the same batch is run again
-    (inputs, random numbers and buffers as they were) with every op examined; where that stays finite, or gives another
-    result, the next steps are watched as they run, 50 at most, and 200 in the whole run. The message names the op, the
-    module, the source line, how many values, their magnitude against 65504, and what to do. The run that is observed
-    stays bitwise what it would have been. apex had nothing like it.
+    step wrote: two host syncs a step. From a lost step on that is no normal back-off, the next steps are watched as
+    they run, 50 at most, and 200 in the whole run. Before that, where the loss is not finite, the same batch is run
+    again (inputs and random numbers as they were). The message names the op, the module, the source line, how many
+    values, their magnitude against 65504, and what to do. The run that is observed stays bitwise what it would have
+    been. apex had nothing like it.
 
     Where nothing skips (static scales, O0), the gradients are looked at too: one host sync more. Numbers of an
     optimizer that its half parameters' dtype does not hold (an eps of 1e-8) are named at its first step. The verdict of
@@ -52,37 +51,22 @@ def explain_overflows(limit: int = LIMIT, *, stop: bool = False, json: bool = Fa
     """
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
         raise ValueError(f"explain_overflows(limit={limit!r}) - it must be a positive integer - pass 3 for instance.")
-    for one in observers():
-        if isinstance(one, OverflowExplainer):
-            one.watch.stop()
-    observers()[:] = [one for one in observers() if not isinstance(one, (OverflowExplainer, Tally))]
-    tally = Tally()
-    explainer = OverflowExplainer(limit, stop, json, tally)
+    explainers = [one for one in observers() if isinstance(one, OverflowExplainer)]
+    for one in explainers:
+        one.watch.stop()
+        observers().remove(one)
+    explainer = OverflowExplainer(limit, stop, json)
 
     def end() -> None:
         explainer.watch.stop()
-        is_observing = any(one is tally for one in observers())
-        if is_observing:  # otherwise another call has taken its place
-            for message in last_words(tally, explainer.ranks):
+        if explainer in observers():  # otherwise another call has taken its place
+            for message in explainer.last_words():
                 if message.all_ranks or explainer.ranks.is_first:
                     message.emit(json)
 
-    observers().append(tally)
     observers().append(explainer)
     at_reset(at_end(end))
     at_reset(explainer.watch.stop)
-
-
-def last_words(tally: Tally, ranks: Ranks) -> list[Message]:
-    """What is to be told when the run ends: the verdict, and before it what was held back without need."""
-    if tally.steps == 0:
-        return []
-    held = tally.last_explanation()
-    own = tally.account()
-    verdict = Verdict(ranks.gather(own), ranks.count)
-    underflow = None if tally.underflow is None else tally.underflow.as_dict()
-    last = Message("verdict", str(verdict), content={**verdict.as_dict(), "underflow": underflow})
-    return [*([] if held is None else [held]), last]
 
 
 def explain_as(how: str) -> None:

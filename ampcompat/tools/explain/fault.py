@@ -26,12 +26,13 @@ class Fault:
         note: What makes this less than certain.
         facts: What a line of JSON has besides.
         all_ranks: Whether it may be the fault of one rank's batch.
+        is_too_large: Whether it is a gradient that float16 holds at no loss scale of 1 or more.
     """
 
     what: str
     where: str
     cause: str
-    key: object
+    key: str
     number: float | None = None
     line: ScriptLine | None = None
     details: list[tuple[str, str]] = field(default_factory=list)
@@ -40,6 +41,7 @@ class Fault:
     note: str = ""
     facts: dict[str, object] = field(default_factory=dict)
     all_ranks: bool = False
+    is_too_large: bool = False
 
     def message(self, head: str, step: int) -> Message:
         """What is told of it; ``head`` says what it has cost the step numbered ``step``."""

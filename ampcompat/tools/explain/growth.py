@@ -6,7 +6,6 @@ import math
 import statistics
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -60,32 +59,25 @@ class Grown:
         return f"a lower learning rate{than}, a warmup, or clipped gradients: no precision holds weights that grow so"
 
 
-class Sizes(NamedTuple):
-    """The largest magnitudes of some weights, on the device: the weights' ids, and a tensor in their order."""
-
-    ids: list[int]
-    largest: torch.Tensor
-
-
 class History:
     """The sizes of the weights of one optimizer, before and after each of its last steps.
 
     Attributes:
-        seen: The sizes.
+        seen: The largest magnitudes, by the weights' ids.
         rates: The learning rates of each step, by param group; None for one that is not a number.
     """
 
     def __init__(self) -> None:
-        self.seen: deque[list[Sizes]] = deque(maxlen=STEPS + 1)
+        self.seen: deque[dict[int, float]] = deque(maxlen=STEPS + 1)
         self.rates: deque[list[float | None]] = deque(maxlen=STEPS)
 
-    def begin(self, sizes: list[Sizes]) -> None:
+    def begin(self, sizes: dict[int, float]) -> None:
         """Forget what was seen: something other than a step has written the weights."""
         self.seen.clear()
         self.rates.clear()
         self.seen.append(sizes)
 
-    def add(self, sizes: list[Sizes], optimizer: Optimizer) -> None:
+    def add(self, sizes: dict[int, float], optimizer: Optimizer) -> None:
         """Note the weights after a step of ``optimizer``."""
         self.seen.append(sizes)
         self.rates.append([_rate(group) for group in optimizer.param_groups])
@@ -93,13 +85,14 @@ class History:
     def growth(self, optimizer: Optimizer) -> Grown | None:
         """The weight of ``optimizer`` that grew most in the last steps; None where none grew far and is large.
 
-        A weight that began at zero, or near it, is compared with the usual one. Reads the device.
+        A weight that began at zero, or near it, is compared with the usual one.
         """
         if len(self.seen) < 2:
             return None
-        sizes = [_read(seen) for seen in self.seen]
-        before = sizes[0]
-        after = _last_finite(sizes)
+        before = self.seen[0]
+        after: dict[int, float] = {}  # the last finite sizes: a weight that became infinite at once has not grown
+        for sizes in self.seen:
+            after.update({key: size for key, size in sizes.items() if math.isfinite(size)})
         usual = statistics.median([size for size in before.values() if size > 0] or [1.0])
         most = FAR
         found: Grown | None = None
@@ -116,18 +109,6 @@ class History:
     def _highest_rate(self, group: int) -> float | None:
         rates = [rates[group] for rates in self.rates if group < len(rates)]
         return max((rate for rate in rates if rate is not None), default=None)
-
-
-def _read(sizes: list[Sizes]) -> dict[int, float]:
-    return {key: size for part in sizes for key, size in zip(part.ids, part.largest.tolist(), strict=True)}
-
-
-def _last_finite(sizes: list[dict[int, float]]) -> dict[int, float]:
-    """The last size of each weight that was finite: one that became infinite at once has not grown."""
-    found: dict[int, float] = {}
-    for seen in sizes:
-        found.update({key: size for key, size in seen.items() if math.isfinite(size)})
-    return found
 
 
 def _rate(group: ParamGroup) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -13,79 +12,13 @@ from ampcompat.tools.explain.fault import Fault
 
 #: Read by schedulers, or compared in Python: no tensor meets them.
 _NEVER_IN_HALF = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
+#: What decoupled weight decay multiplies a weight by.
+_DECAY = "1 - lr * weight_decay"
 _WITH_MASTERS = next(name for name, row in LEVELS.items() if row.master_weights)
 MASTERS = f"opt_level={_WITH_MASTERS!r}: its optimizer steps float32 masters"
 
 
-@dataclass
-class Number:
-    """A number of a param group that becomes another one in the parameters' dtype.
-
-    Attributes:
-        group: Index of the param group.
-        name: As in "eps" or "betas[1]".
-        value: What the script passed.
-        becomes: What it is in ``dtype``: 0, 1 or inf.
-        dtype: Of the parameters.
-        optimizer: Class name.
-        count: Parameters of that dtype in the group.
-    """
-
-    group: int
-    name: str
-    value: float
-    becomes: float
-    dtype: str
-    optimizer: str
-    count: int
-
-    @property
-    def text(self) -> str:
-        """As in "eps=1e-08 is 0 in float16"."""
-        return f"{self.name}={self.value:g} is {self.becomes:g} in {self.dtype}"
-
-    @property
-    def effect(self) -> str:
-        """Say what follows from it."""
-        if self.becomes == 1:
-            effect = "what it decays stays as it is"
-        elif self.becomes == 0:
-            effect = "0 / 0 where gradients are 0" if self.name == "eps" else "it has no effect"
-        else:
-            effect = "what it multiplies is inf"
-        return effect
-
-    @property
-    def fault(self) -> Fault:
-        """What is told of it at the first step."""
-        return Fault(
-            what=f"{self.text}, the dtype of {self.count} of its parameters: {self.effect}",
-            where=f"group {self.group} of {self.optimizer}",
-            cause=self.text,
-            key=self.text,
-            number=self.value,
-            hints=self.hints,
-            facts={"optimizer": self.optimizer, "group": self.group, "name": self.name, "dtype": self.dtype},
-        )
-
-    @property
-    def hints(self) -> list[str]:
-        """The likeliest first."""
-        name = self.name.partition("[")[0]
-        if self.name == "eps":
-            first = f"pass eps=1e-4 to {self.optimizer}"
-        elif self.becomes == 0:
-            first = f"leave {name} out, or pass {name}=1e-6 or more to {self.optimizer}"
-        elif self.becomes == 1 and name != "1 - lr * weight_decay":
-            first = f"pass a smaller {self.name} to {self.optimizer}: at most {_below_one(self.dtype):g}"
-        elif self.becomes == 1:
-            first = f"add the weight decay to the loss, or use {self.optimizer} with float32 parameters"
-        else:
-            first = f"pass a smaller {name} to {self.optimizer}"
-        return [first, MASTERS]
-
-
-def not_representable(optimizer: Optimizer) -> list[Number]:
+def not_representable(optimizer: Optimizer) -> list[Fault]:
     """Every number in the groups of ``optimizer`` that its half parameters' dtype rounds to 0, 1 or inf.
 
     Fused optimizers, torch's and apex's, compute in float32 whatever they step. A learning rate that a scheduler moves
@@ -101,8 +34,10 @@ def not_representable(optimizer: Optimizer) -> list[Number]:
             for label, value in _numbers(group, name):
                 becomes = torch.tensor(value, dtype=dtype, device="cpu").item()
                 if becomes != value and (becomes in (0, 1) or becomes == float("inf")):
-                    count = dtypes.count(dtype)
-                    found.append(Number(index, label, value, becomes, dtype_name(dtype), name, count))
+                    where = f"group {index} of {name}"
+                    fault = _fault(label, value, becomes, dtype, dtypes.count(dtype), where, name)
+                    fault.facts = {"optimizer": name, "group": index, "name": label, "dtype": dtype_name(dtype)}
+                    found.append(fault)
     return found
 
 
@@ -117,14 +52,35 @@ def _numbers(group: ParamGroup, optimizer: str) -> Iterator[tuple[str, float]]:
     rate, decay = group.get("lr"), group.get("weight_decay")
     decoupled = "AdamW" in optimizer or group.get("decoupled_weight_decay")
     if decoupled and isinstance(rate, float) and isinstance(decay, float):
-        yield "1 - lr * weight_decay", 1 - rate * decay
+        yield _DECAY, 1 - rate * decay
+
+
+def _fault(
+    label: str, value: float, becomes: float, dtype: torch.dtype, count: int, where: str, optimizer: str
+) -> Fault:
+    """What is told of the number ``label``, which becomes another one in the ``dtype`` of ``count`` parameters."""
+    name = label.partition("[")[0]
+    if name == "eps":
+        effect = "0 / 0 where gradients are 0"
+        hint = f"pass eps=1e-4 to {optimizer}"
+    elif becomes == 0:
+        effect = "it has no effect"
+        hint = f"leave {name} out, or pass {name}=1e-6 or more to {optimizer}"
+    elif label == _DECAY:
+        effect = "what it decays stays as it is"
+        hint = f"add the weight decay to the loss, or use {optimizer} with float32 parameters"
+    elif becomes == 1:
+        effect = "what it decays stays as it is"
+        below_one = 1 - torch.finfo(dtype).eps / 2
+        hint = f"pass a smaller {label} to {optimizer}: at most {below_one:g}"
+    else:
+        effect = "what it multiplies is inf"
+        hint = f"pass a smaller {name} to {optimizer}"
+    text = f"{label}={value:g} is {becomes:g} in {dtype_name(dtype)}"
+    what = f"{text}, the dtype of {count} of its parameters: {effect}"
+    return Fault(what, where, cause=text, key=text, number=value, hints=[hint, MASTERS])
 
 
 def optimizer_name(optimizer: object) -> str:
     """The class that steps: that of the optimizer inside, for a wrapper such as LARC."""
     return type(getattr(optimizer, "optim", optimizer)).__name__
-
-
-def _below_one(dtype: str) -> float:
-    """The largest number below 1."""
-    return 1 - torch.finfo(getattr(torch, dtype)).eps / 2

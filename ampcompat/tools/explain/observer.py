@@ -1,17 +1,15 @@
-"""The observer that explains lost steps: from events of amp to messages.
+"""The observer: which events of a run are looked into.
 
-A step is lost when its loss, a gradient or a weight that it wrote is not finite, or when it is skipped. What lost it is
-asked of the watch, if that was on; otherwise its forwards are run again; and where that shows nothing, the next steps
-are watched. A skip that may be a normal back-off of the loss scale is looked into by the watch alone.
+A step is lost when its loss, a gradient or a weight that it wrote is not finite, or when it is skipped. What is not
+finite is looked into at once; the gradients of a skip that may be a normal back-off of the loss scale only while the
+steps are watched.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,63 +21,28 @@ from ampcompat.tools.core import (
     Optimizer,
     count_of_scalers,
     has_old_gradients,
-    is_replica,
-    live_models,
     master_of,
     overflowed_scalers,
-    tensors_in,
+    rank,
     was_skipped,
 )
+from ampcompat.tools.explain.diagnosis import Case, Diagnosis
 from ampcompat.tools.explain.fault import Fault
-from ampcompat.tools.explain.forwards import Block, BufferCopies, Forward
-from ampcompat.tools.explain.growth import Grown
+from ampcompat.tools.explain.lost import LostStep, put_down
 from ampcompat.tools.explain.messages import Message
-from ampcompat.tools.explain.misuse import spoiling_misuse
+from ampcompat.tools.explain.misuse import warned
 from ampcompat.tools.explain.numbers import not_representable, optimizer_name
-from ampcompat.tools.explain.ops import GRADIENTS, is_too_large_unscaled, op_fault
-from ampcompat.tools.explain.probe import Event
 from ampcompat.tools.explain.ranks import Ranks
-from ampcompat.tools.explain.replay import Finding, replay, runs_alone
-from ampcompat.tools.explain.steps import Steps
-from ampcompat.tools.explain.tally import Tally, Unknown
-from ampcompat.tools.explain.watch import Watch
+from ampcompat.tools.explain.search import Search
+from ampcompat.tools.explain.steps import Block, Steps
+from ampcompat.tools.explain.telling import Telling
+from ampcompat.tools.explain.underflow import Underflow
+from ampcompat.tools.explain.verdict import Account, Verdict
 from ampcompat.tools.frames import hide_tools
 from ampcompat.tools.tensors import is_finite
 
-#: Forwards kept at a time, and steps after which a forward that no backward followed is forgotten.
-MOST_FORWARDS, OLDEST = 16, 3
-#: Lost steps whose forwards are run again.
-MOST_RUN_AGAIN = 100
 #: Of steps that are skipped in a row, every so-manieth is watched: a scale that comes down may be all that there is.
 SKIPS_TO_A_WATCH = 3
-
-
-@dataclass(frozen=True)
-class LostStep:
-    """A step that is lost, or is going to be.
-
-    Attributes:
-        head: What was seen, as in "The loss of step 3 is nan.".
-        number: Its number.
-        optimizers: Whose step it is.
-        block: The block that lost it.
-        tensors: What is not finite: the loss, or gradients.
-        backward: Whether these are gradients.
-        is_fault: Whether it is known to be no ordinary back-off of the loss scale.
-    """
-
-    head: str
-    number: int
-    optimizers: Sequence[Optimizer]
-    block: Block
-    tensors: list[torch.Tensor]
-    backward: bool = True
-    is_fault: bool = True
-
-    @property
-    def unknown(self) -> Unknown:
-        """The key of such steps whose cause is not known."""
-        return Unknown("gradients" if self.backward else "loss")
 
 
 def _unseen(method: Callable[..., None]) -> Callable[..., None]:
@@ -100,69 +63,33 @@ class OverflowExplainer:
         limit: Different faults that are explained; more are only counted.
         stop: Whether the script ends with the last of them.
         json: Whether each message is a line of JSON.
-        tally: Where lost steps are counted.
     """
 
-    def __init__(self, limit: int, stop: bool, json: bool, tally: Tally) -> None:
-        self.limit, self.stop, self.json = limit, stop, json
-        self.tally = tally
-        self.watch = Watch()
+    def __init__(self, limit: int, stop: bool, json: bool) -> None:
+        self.search = Search()
+        self.watch = self.search.watch
+        self.telling = Telling(limit, stop, json, self.watch.stop)
         self.ranks = Ranks()
-        self.left = limit
-        self.left_to_run_again = MOST_RUN_AGAIN
         self.steps: weakref.WeakKeyDictionary[Optimizer, Steps] = weakref.WeakKeyDictionary()
-        self.forwards: deque[Forward] = deque(maxlen=MOST_FORWARDS)
-        self.buffers: weakref.WeakKeyDictionary[torch.nn.Module, BufferCopies] = weakref.WeakKeyDictionary()
-        self.running: list[Forward | None] = []  # forwards that have begun; None for those that are not kept
+        self.diagnosis = Diagnosis(self.search, self.telling, self.steps)
+        self.count = 0  # of the steps of all optimizers
+        self.underflow: Underflow | None = None  # of the latest step, if its gradients were too small
         self.block: Block | None = None  # the one that is open
-        self.given: object = None  # the key of an input that was not finite, until it is known what made it
-        self.lost_by: object = None  # the key of the fault that has left weights that are not finite
-        self.too_large: Fault | None = None  # gradients too large at any loss scale, once told: weights then grow too
-        self.has_seen_initialize = False
-        self.lost_before: set[tuple[str, str]] = set()  # models and weights that were not finite at initialize
 
     # -- events ------------------------------------------------------------------------------------------------------
     @_unseen
     def on_initialize(self) -> None:
         """Note the weights that are not finite before any step."""
-        self.has_seen_initialize = True
-        for model in live_models():
-            for name, param in model.named_parameters():
-                if not is_finite(param):
-                    self.lost_before.add((type(model).__name__, name))
+        self.diagnosis.spoiled.note_initialize()
 
     @_unseen
     def on_forward(self, model: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Keep references to what the outermost forward gets."""
-        self.watch.given_to(model, args, kwargs)
-        is_kept = not any(self.running) and torch.is_grad_enabled() and not is_replica(model)
-        if not is_kept or self.watch.is_on or self.left_to_run_again <= 0:
-            self.running.append(None)
-            return
-        if model not in self.buffers:
-            self.buffers[model] = BufferCopies(model)
-        self.running.append(Forward(model, args, kwargs, self.buffers[model]))
+        self.search.begin_forward(model, args, kwargs)
 
     def on_output(self, model: torch.nn.Module, output: object) -> None:
-        """Note the gradients of the outermost forward's outputs when they come."""
-        forward = self.running.pop() if self.running else None
-        if forward is None:
-            return
-        forward.end(tensors_in(output))
-        outputs = [t for t in tensors_in(output) if t.requires_grad]
-        forward.grads = [None] * len(outputs)
-        for index, tensor in enumerate(outputs):
-            tensor.register_hook(self._noter(forward, index))  # type: ignore[no-untyped-call]
-        self.forwards.append(forward)
-
-    def _noter(self, forward: Forward, index: int) -> Callable[[torch.Tensor], None]:
-        def note(grad: torch.Tensor) -> None:
-            forward.grads[index] = grad
-            if self.block is not None:
-                forward.owners.update(self.block.optimizers)
-                forward.block = self.block
-
-        return note
+        """Keep what it has returned."""
+        self.search.end_forward(output)
 
     @_unseen
     def on_scale_loss(self, loss: torch.Tensor, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
@@ -170,15 +97,15 @@ class OverflowExplainer:
 
         Another at the first block of an optimizer, and where something other than a step has written its weights.
         """
-        self.running.clear()
-        self.block = Block(scaler, optimizers)
+        self.search.leave_forwards()
+        self.block = Block(scaler)
         is_lost = not is_finite(loss)
         for one in optimizers:
             self._steps_of(one).begin_block(one, self.block)
+        if all(steps.weights.are_finite for steps in self.steps.values()):
+            self.diagnosis.spoiled.forget()
         if is_lost and not self._is_lost(optimizers):
-            number, name = self._next_step(optimizers)
-            head = f"The loss of {name} is {_number_in(loss)}."
-            self._look_into(LostStep(head, number, optimizers, self.block, [loss], backward=False))
+            self._look_into_block(f"The loss of {{}} is {_number_in(loss)}.", "loss", optimizers, self.block, [loss])
 
     @_unseen
     def on_gradients(self, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
@@ -190,120 +117,115 @@ class OverflowExplainer:
             return
         grads = _lost_gradients(optimizers)
         if grads:
-            number, name = self._next_step(optimizers)
-            self._look_into(LostStep(f"A gradient of {name} is not finite.", number, optimizers, block, grads))
+            self._look_into_block("A gradient of {} is not finite.", "gradients", optimizers, block, grads)
 
     def on_failure(self, error: Exception) -> None:
         """Leave no frame of the probe in the traceback, and no probe in the run."""
-        self.running.clear()
+        self.search.leave_forwards()
         self.watch.stop()
         hide_tools(error.__traceback__)
 
     @_unseen
     def before_step(self, optimizer: Optimizer) -> None:
         """Look at weights that the script has written since the block: the step is not to answer for them."""
-        self._steps_of(optimizer).look_at_written(optimizer)
+        self._steps_of(optimizer).weights.look_at_written(optimizer)
 
     @_unseen
     def on_step(self, optimizer: Optimizer, skipped: bool | None) -> None:
-        """Explain a skipped step, or one that left a weight not finite; forget the forwards of any other.
+        """Count the step; explain it, if it was skipped or left a weight not finite.
 
         One host sync, and another where only the device knows whether it skipped.
         """
+        self.count += 1
+        self.ranks.look()
         steps = self._steps_of(optimizer)
         is_skipped = was_skipped(optimizer, skipped)
+        is_known = steps.lost is not None
         steps.end(is_skipped)
-        if is_skipped:
-            self._look_at_skipped_step(optimizer, steps)
-        else:
-            self.tally.excuse(steps.descent)
-            steps.descent.clear()
-            self._look_at_made_step(optimizer, steps)
-        if steps.lost_to is not None:
-            self.tally.lose(steps.lost_to, is_skipped)
-        steps.lost_to = None
-        self._forget(optimizer)
-        self.ranks.look()
-        self.watch.after_step(optimizer)
+        if is_skipped and not is_known:
+            steps.lost = LostStep("gradients", is_normal=steps.block is None)
+        row = steps.lost
+        if row is not None:
+            self.diagnosis.record(row, self.count, is_skipped)
+        try:
+            if not is_skipped:
+                self._look_at_made_step(optimizer, steps)
+            elif row is not None and steps.block is not None:
+                self._look_at_skipped_step(optimizer, steps, steps.block, row, is_known)
+        finally:  # what is told may end the script, which may catch that
+            steps.lost = None
+            self.search.after_step(optimizer)
 
     # -- a step ------------------------------------------------------------------------------------------------------
-    def _look_at_skipped_step(self, optimizer: Optimizer, steps: Steps) -> None:
-        """Explain a skipped step, unless that is an ordinary back-off of the scale."""
+    def _look_at_skipped_step(
+        self, optimizer: Optimizer, steps: Steps, block: Block, row: LostStep, is_known: bool
+    ) -> None:
+        """Note to what the loss scale has come down; look into a skip that is no ordinary back-off of it."""
         overflowed = overflowed_scalers(optimizer)
-        if steps.block is None:
-            return  # no block was seen
-        scaler = min(overflowed, key=_scale_of, default=steps.block.scaler)
-        block = steps.last_blocks.get(scaler, steps.block)
-        name = f"of loss {scaler.loss_id} " if count_of_scalers(optimizer) > 1 else ""
+        scaler = min(overflowed, key=_scale_of, default=block.scaler)
         scale = _scale_of(scaler)
+        of_loss = f"of loss {scaler.loss_id} " if count_of_scalers(optimizer) > 1 else ""
         if overflowed:
-            self.tally.scale_came_down(f"{name}came down to {scale:g}")
-        if steps.lost_to is not None:
+            row.scale = f"{of_loss}came down to {scale:g}"
+        if is_known:
             return  # for its loss, or a gradient
-        step = self._name_of_step(steps.seen, optimizer)
+        name = f"S{self._name_of_step(steps.seen, optimizer)[1:]}"
         if not overflowed and has_old_gradients(optimizer):
-            self._tell_of_old_gradients(optimizer, steps, step)
+            head = f"{name} was skipped, though its own gradients did not overflow."
+            self.diagnosis.tell_of_old_gradients(head, row, steps.seen, optimizer)
             return
-        persists = steps.back_off.is_fault(scale)
+        persists = steps.persists(scale)
+        why = ": a gradient is not finite."
         if persists:
-            why = f", as {steps.back_off}: gradients overflow although the scale {name}is {scale:g}."
-        else:
-            why = ": a gradient is not finite."
-        head = f"S{step[1:]} was skipped{why}"
-        lost = LostStep(head, steps.seen, [optimizer], block, _lost_gradients([optimizer]), is_fault=persists)
-        if persists:
-            steps.descent.clear()  # that was no descent to a scale that works
-        if persists or self.watch.is_on:
-            self._look_into(lost)
+            why = f", as {steps.skipped_of_last()}: gradients overflow although the scale {of_loss}is {scale:g}."
+            steps.falling.clear()  # that was no way down to a scale that works
+        block = steps.last_blocks.get(scaler, block)
+        grads = _lost_gradients([optimizer])
+        case = Case(f"{name} was skipped{why}", steps.seen, "gradients", [steps], block, grads, is_fault=persists)
+        self._look_at_overflow(case, steps, row)
+
+    def _look_at_overflow(self, case: Case, steps: Steps, row: LostStep) -> None:
+        """Look into gradients that are not finite if the step was watched; otherwise watch others, where due."""
+        if self.watch.is_on:
+            self.diagnosis.look_into(case)
             return
-        # What makes such gradients once, and at a scale that had worked, is likely to do so again.
-        if steps.has_been_made_at(scaler):
-            self._tell_of_unknown(lost, "")
-            self.watch.arm()
-            return
-        if self.tally.is_held(GRADIENTS):
-            self._note_lost(lost, GRADIENTS)
+        if case.is_fault:
+            self.diagnosis.tell_of_persistent(case)
+        elif steps.has_been_made_at(case.block.scaler):
+            self.watch.arm()  # what makes such gradients once, and at a scale that had worked, is likely to do so again
         else:
-            self._tell_of_unknown(lost, "")
-        steps.descent.append(self.tally.steps)
+            steps.falling.append(row)
+            self.diagnosis.suppose(row)
         if steps.skips % SKIPS_TO_A_WATCH == 0:
             self.watch.arm(1)
 
     def _look_at_made_step(self, optimizer: Optimizer, steps: Steps) -> None:
         """Tell of weights that are not finite and that the step has written, and at the first step of its numbers."""
         is_first = steps.made == 0
-        written, self.tally.underflow = steps.after(optimizer)
+        were_finite = steps.weights.are_finite
+        written, self.underflow = steps.after(optimizer)
         if is_first:
-            for number in not_representable(optimizer):
-                if written is None or number not in written.numbers:
-                    head = f"{number.optimizer} has a number that the dtype of its parameters does not hold."
-                    number.fault.message(head, steps.seen).emit(self.json)
-        if written is not None and steps.block is not None:
-            # What the script did to gradients between block and step is seen under the watch.
-            head = f"A gradient of step {steps.seen} is not finite."
-            lost = LostStep(head, steps.seen, [optimizer], steps.block, _lost_gradients([optimizer]))
-            if self._look_at_origin(lost):
-                written = None
+            self._tell_of_numbers(optimizer, steps.seen, [] if written is None else written.numbers)
         if written is not None:
-            growth = None if written.at_any_rate else steps.history.growth(optimizer)
-            misuse = None if written.at_any_rate else spoiling_misuse()
-            fault = self._after_too_large(written.fault(steps.seen, growth, misuse))
-            steps.lost_to = self.lost_by = fault.key
-            self._tell(fault, f"Step {steps.seen} of {written.head}", steps.seen)
-        if not steps.is_finite and self.lost_by is None:
-            self.lost_by = steps.lost_to
-            self.tally.weights_lost_at = self.tally.weights_lost_at or self.tally.steps
+            grads = _lost_gradients([optimizer])
+            event = self.watch.origin(grads)  # what the script did to gradients between block and step
+            was_seen = event is not None and steps.block is not None
+            row = steps.lost = LostStep("gradients" if was_seen else "weights", was_watched=was_seen)
+            self.diagnosis.record(row, self.count, is_skipped=False)
+            if event is not None and steps.block is not None:
+                head = f"A gradient of step {steps.seen} is not finite."
+                self.diagnosis.blame(event, Case(head, steps.seen, "gradients", [steps], steps.block, grads))
+            else:
+                self.diagnosis.tell_of_written(written, row, steps.seen)
+        if were_finite and not steps.weights.are_finite and steps.lost is not None:
+            self.diagnosis.spoiled.note(self.count, steps.lost.fault)
 
-    def _tell_of_old_gradients(self, optimizer: Optimizer, steps: Steps, step: str) -> None:
-        fault = Fault(
-            what="gradients that overflowed in an earlier step were not cleared",
-            where=f"the parameters of {optimizer_name(optimizer)}",
-            cause="gradients of an earlier overflow that were not cleared",
-            key="old gradients",
-            hints=["call optimizer.zero_grad() after a skipped step too, before the next block"],
-        )
-        steps.lost_to = fault.key
-        self._tell(fault, f"S{step[1:]} was skipped, though its own gradients did not overflow.", steps.seen)
+    def _tell_of_numbers(self, optimizer: Optimizer, step: int, told: Sequence[Fault]) -> None:
+        """Tell of those that the parameters' dtype does not hold: they may cost nothing, and are not counted."""
+        for number in not_representable(optimizer):
+            if number not in told:
+                head = f"{optimizer_name(optimizer)} has a number that the dtype of its parameters does not hold."
+                number.message(head, step).emit(self.telling.json)
 
     # -- the optimizers of a block -----------------------------------------------------------------------------------
     def _steps_of(self, optimizer: Optimizer) -> Steps:
@@ -312,12 +234,7 @@ class OverflowExplainer:
         return self.steps[optimizer]
 
     def _is_lost(self, optimizers: Sequence[Optimizer]) -> bool:
-        return any(self._steps_of(one).lost_to is not None for one in optimizers)
-
-    def _next_step(self, optimizers: Sequence[Optimizer]) -> tuple[int, str]:
-        """The number of the step to come, and its name."""
-        number = max([self._steps_of(one).seen for one in optimizers], default=0) + 1
-        return number, self._name_of_step(number, optimizers[0] if optimizers else None)
+        return any(self._steps_of(one).lost is not None for one in optimizers)
 
     def _name_of_step(self, number: int, optimizer: Optimizer | None) -> str:
         """As in "step 31"; with the optimizer, where there are several."""
@@ -325,174 +242,44 @@ class OverflowExplainer:
             return f"step {number}"
         return f"step {number} of optimizer {list(self.steps).index(optimizer)} ({optimizer_name(optimizer)})"
 
-    # -- what is kept ------------------------------------------------------------------------------------------------
-    def _forwards_of(self, lost: LostStep) -> list[Forward]:
-        """The forwards that may have lost a step; for a loss, first those that no backward pass has followed yet."""
-        ids = set(map(id, lost.optimizers))
-        followed = [forward for forward in self.forwards if forward.owners & ids]
-        return followed if lost.backward else [*(one for one in self.forwards if not one.owners), *followed]
-
-    def _forget(self, optimizer: Optimizer) -> None:
-        kept = []
-        for forward in self.forwards:
-            had = bool(forward.owners)
-            forward.owners.discard(id(optimizer))
-            forward.age += 1
-            if forward.owners or (not had and forward.age < OLDEST):
-                kept.append(forward)
-        self.forwards = deque(kept, MOST_FORWARDS)
-
     # -- looking into a lost step ------------------------------------------------------------------------------------
-    def _look_into(self, lost: LostStep) -> None:
-        """Find what lost the step and tell it, or watch the next ones."""
-        if self.watch.is_on:
-            if not self._look_at_origin(lost):
-                self._tell_of_unknown(lost, self._what_the_watch_shows(lost))
-        elif self.left_to_run_again <= 0 and self.watch.arm() == 0:
-            self._note_lost(lost, lost.unknown._replace(was_looked_into=False))
-        else:
-            self._look_at_forwards(lost)
-
-    def _look_at_origin(self, lost: LostStep) -> bool:
-        """Tell the origin that the watch has seen, if any; returns whether there is one."""
-        event = self.watch.origin(lost.tensors)
-        if event is None:
-            return False
-        key = self._lose_to(lost, event, lost.block)
-        self.tally.find(lost.unknown.what, key, was_watched=True)
-        if self.given is not None and self.watch.came_in(event):
-            self.tally.is_one(self.given, key)
-        return True
-
-    def _look_at_forwards(self, lost: LostStep) -> None:
-        """Run the forwards of the step again; where they stay finite, watch the next steps."""
-        self.left_to_run_again -= 1
-        findings = []
-        problem = ""
-        for forward, model in _repeatable(self._forwards_of(lost)):
-            try:
-                finding = replay(forward, model, lost.backward)
-            except Exception as error:  # the run that is observed must go on whatever happens here
-                problem = f" The batch could not be run again: {type(error).__name__}: {error}."
-                break
-            findings.append(finding)
-            if finding.event is not None:
-                key = self._lose_to(lost, finding.event, forward.block or lost.block)
-                self.tally.find(lost.unknown.what, key, was_watched=False)
-                if finding.event.op in ("input", "buffer"):
-                    self.given = key
-                    self.watch.arm()  # it shows what makes such an input, or writes the buffer
-                return
-        steps = self.watch.arm()
-        known = problem or _what_forwards_show(lost, findings)
-        watched = f" The next steps, {steps} at most, are watched as they run." if steps else ""
-        self._tell_of_unknown(lost, known + watched)
-
-    def _what_the_watch_shows(self, lost: LostStep) -> str:
-        if self.watch.is_of_another_rank(lost.tensors):
-            return " It came with the gradients of another rank."
-        return (
-            " The step was watched as it ran, and no op shows why. Ops in CUDA graphs and in DataParallel are not"
-            " seen: start the script once without graphs, on one device (CUDA_VISIBLE_DEVICES=0)."
-        )
-
-    def _lose_to(self, lost: LostStep, event: Event, block: Block) -> object:
-        """Note that the step is lost to ``event``, and tell it; returns the key of the fault."""
-        if event.op == "parameter" and self.lost_by is not None:
-            self._note_lost(lost, self.lost_by)  # that step was told, or the fault that came before it
-            return self.lost_by
-        fault = op_fault(event, block.scale, block.scaler.dynamic, self._origin_of_weight(event), self._growth())
-        fault = self._after_too_large(fault)
-        self._note_lost(lost, fault.key)
-        if event.depends_on_scale and not lost.is_fault and not self.tally.is_known(fault.key):
-            self.tally.hold(fault.key, fault.message(lost.head, lost.number), fault.cause)
-            for one in lost.optimizers:
-                self.tally.put_down(self._steps_of(one).descent, fault.key)
-            return fault.key
-        if event.op == "parameter":
-            self.lost_by = fault.key
-        if fault.growth is None and is_too_large_unscaled(event, block.scale):
-            self.too_large = fault
-        self._tell(fault, lost.head, lost.number)
-        return fault.key
-
-    def _note_lost(self, lost: LostStep, key: object) -> None:
-        for one in lost.optimizers:
-            self._steps_of(one).lost_to = key
-
-    def _origin_of_weight(self, event: Event) -> str:
-        """Where a parameter that is not finite may come from."""
-        if (event.place.model, event.place.module) in self.lost_before:
-            return (
-                "it was not finite before amp.initialize already: look at how the model is made, or at the checkpoint"
-                " it came from"
-            )
-        if any(one.made for one in self.steps.values()):
-            return "no step is known to have written it: look at what else writes weights, such as load_state_dict"
-        if self.has_seen_initialize:
-            return "it was finite at amp.initialize, and no step was made yet: look at what loads or writes it"
-        return "no step was made yet: look at how the model is initialized, or at the checkpoint it came from"
-
-    def _growth(self) -> Grown | None:
-        """The weight that the last steps of an optimizer made many times larger, if any."""
-        found = [steps.history.growth(optimizer) for optimizer, steps in self.steps.items()]
-        return max((one for one in found if one is not None), key=lambda one: one.times, default=None)
-
-    def _after_too_large(self, fault: Fault) -> Fault:
-        """``fault``; where a weight grew after gradients were told to be too large at any scale, as that fault."""
-        is_of_growth = fault.growth is not None and fault.cause == fault.growth.cause
-        if is_of_growth and self.too_large is not None:
-            fault.key, fault.cause = self.too_large.key, self.too_large.cause
-        return fault
-
-    # -- telling -----------------------------------------------------------------------------------------------------
-    def _tell(self, fault: Fault, head: str, step: int) -> None:
-        """Tell of ``fault``, unless it was told already or enough was told."""
-        self.watch.disarm()
-        if self.tally.is_known(fault.key):
-            return
-        if fault.growth is not None and self.tally.is_costly(GRADIENTS):
-            self._release(GRADIENTS)  # what has cost so many steps is likely to have made the weight grow
-        self.tally.know(fault.key, fault.cause)
-        self._explain(fault.message(head, step))
-
-    def _release(self, key: object) -> bool:
-        """Tell what was held back for ``key``; returns whether there was anything to tell."""
-        held = self.tally.release(key)
-        if held is not None:
-            self._explain(held)
-        return held is not None
-
-    def _tell_of_unknown(self, lost: LostStep, known: str) -> None:
-        """Tell that the cause was not found, once; or what was held back, if it is known to be no back-off now."""
-        self._note_lost(lost, lost.unknown)
-        message = Message("unknown", f"{lost.head}{known}", content={"step": lost.number})
-        if not lost.is_fault:
-            self.tally.hold(lost.unknown, message)
-            return
-        if lost.backward and self._release(GRADIENTS):
-            return
-        if not self.tally.has_told_unknown and not self.tally.has_found(lost.unknown):
-            self.tally.has_told_unknown = True
-            message.emit(self.json)
+    def _look_into_block(
+        self, head: str, what: str, optimizers: Sequence[Optimizer], block: Block, tensors: list[torch.Tensor]
+    ) -> None:
+        """Look into the step to come, which a block has lost; ``head`` has a gap for its name."""
+        number = max([self._steps_of(one).seen for one in optimizers], default=0) + 1
+        name = self._name_of_step(number, optimizers[0] if optimizers else None)
+        all_steps = [self._steps_of(one) for one in optimizers]
+        for steps in all_steps:
+            steps.lost = LostStep(what)
+        self.diagnosis.look_into(Case(head.format(name), number, what, all_steps, block, tensors))
 
     # -- the end -----------------------------------------------------------------------------------------------------
-    def _explain(self, message: Message) -> None:
-        """Write an explanation, if there are any left; after the last, end the script if that was asked for."""
-        if self.left == 0:
-            return
-        message.emit(self.json)
-        self.left -= 1
-        if self.left > 0:
-            return
-        if not self.stop:
-            hint = "that was the last explanation; --explain=N, or amp.explain_overflows(limit=N), sets how many."
-            Message("note", hint).emit(self.json)
-            return
-        self.watch.stop()
-        given = f"{self.limit} explanation{'s' if self.limit > 1 else ''}"
-        Message("end", f"the script ends here, after {given}, as asked.").emit(self.json)
-        raise SystemExit(1)
+    def last_words(self) -> list[Message]:
+        """What is to be told when the run ends: the verdict, and before it what was held back without need."""
+        if self.count == 0:
+            return []
+        messages = []
+        is_mostly_skipped = 2 * sum(row.skipped for row in self.diagnosis.lost) > self.count
+        if is_mostly_skipped and not self.telling.told:
+            for latest in self.telling.untold[-1:]:
+                latest.is_told = True
+                messages.append(latest.fault.message(latest.head, latest.step))
+        own = Account(
+            rank=rank(),
+            steps=self.count,
+            lost=put_down(self.diagnosis.lost),
+            told={one.fault.key: one.fault.cause for one in self.telling.told},
+            held={one.fault.key: one.fault.cause for one in self.telling.untold},
+            has_told_unknown=self.telling.has_told_unknown,
+            weights_lost_at=self.diagnosis.spoiled.since,
+            warned=warned(),
+            underflow="" if self.underflow is None else str(self.underflow),
+        )
+        verdict = Verdict(self.ranks.gather(own), self.ranks.count)
+        underflow = None if self.underflow is None else self.underflow._asdict()
+        content = {**verdict.as_dict(), "underflow": underflow}
+        return [*messages, Message("verdict", str(verdict), content=content)]
 
 
 def _number_in(loss: torch.Tensor) -> str:
@@ -517,33 +304,3 @@ def _lost_gradients(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
                 grads = [one.grad for one in (*halves, param) if one.grad is not None]
                 found += [grad for grad in grads if not is_finite(grad)]
     return found
-
-
-def _repeatable(forwards: Iterable[Forward]) -> list[tuple[Forward, torch.nn.Module]]:
-    """Those of ``forwards`` that can be run again as they were, by one process, each with its model."""
-    found = []
-    for forward in forwards:
-        model = forward.model()
-        if model is not None and forward.is_as_it_was and runs_alone(model):
-            found.append((forward, model))
-    return found
-
-
-def _what_forwards_show(lost: LostStep, findings: Sequence[Finding]) -> str:
-    """What is known where no forward that was run again is the cause."""
-    if not findings or any(finding.differs for finding in findings):
-        return " Its forward could not be run again as it was."
-    if any(finding.entered for finding in findings):
-        known = " The gradient that came into the model was not finite already: the code after the model made it."
-        scaler = lost.block.scaler
-        if not scaler.dynamic and not scaler.is_one:
-            known += f" The loss scale of {lost.block.scale:g} may be too high for it: a lower one shows."
-        return known
-    count = len(findings)
-    if not lost.backward:
-        which = "forward was" if count == 1 else f"{count} forwards were"
-        largest = max(finding.largest for finding in findings)
-        return f" Its {which} run again and stayed finite, with results up to {largest:.3g}."
-    if count == 1:
-        return " Its forward and backward were run again and stayed finite."
-    return f" Its {count} forwards and their backwards were run again and stayed finite."

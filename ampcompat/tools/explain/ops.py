@@ -8,11 +8,12 @@ import torch
 
 from ampcompat.tools.core import HALF_DTYPES, LEVELS, kept_in_float32, latest_call
 from ampcompat.tools.dtypes import dtype_name
+from ampcompat.tools.explain.event import ARGUMENT, GIVEN, Event
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.hints import CASTS, Setting, has_stable_form, hints, is_module_of_torch, is_singular
 from ampcompat.tools.explain.misuse import spoiling_misuse
-from ampcompat.tools.explain.probe import ARGUMENT, GIVEN, Event
+from ampcompat.tools.explain.places import Place
 from ampcompat.tools.tensors import LARGEST
 
 #: The key of gradients that are too large: as the scale falls, they are found in one op after the other.
@@ -30,24 +31,25 @@ def op_fault(event: Event, scale: float, dynamic: bool, origin: str, growth: Gro
         origin: Where a parameter that is not finite may come from, in words.
         growth: The weight that the last steps made many times larger, if any.
     """
-    was_given = event.op in (*GIVEN, ARGUMENT)
-    if was_given or (is_singular(event) and not has_stable_form(event)):
+    if event.op in (*GIVEN, ARGUMENT) or (is_singular(event) and not has_stable_form(event)):
         growth = None
-    is_nan = event.value is not None and math.isnan(event.value)
-    largest = "value" if is_nan else "largest", _largest(event)
-    details = [("pass", "backward" if event.backward else "forward"), largest]
-    if event.spread is not None and event.spread != event.place:
-        details.append(("then", _spread(event)))
-    cures = hints(event, _setting(scale, dynamic, origin, growth))
-    is_of_growth = growth is not None and not has_stable_form(event)
-    cause = growth.cause if growth is not None and is_of_growth else _cause(event)
-    key = _key(event, cause, is_of_growth)
     may_be_of_weights = event.op not in ("input", "buffer", ARGUMENT) and not is_singular(event)
     misuse = spoiling_misuse() if may_be_of_weights else None
     if misuse is not None:
         growth = None  # such steps are longer than the script means
         key = cause = misuse.cause
         cures = [misuse.hint]
+    else:
+        cures = hints(event, _setting(scale, dynamic, origin, growth))
+        if growth is not None and not has_stable_form(event):
+            key = cause = growth.cause
+        else:
+            cause = _cause(event)
+            key = _key(event)
+    passed = "backward" if event.backward else "forward"
+    details = [("pass", passed), ("value" if event.is_nan else "largest", _largest(event))]
+    if event.spread is not None and event.spread != event.place:
+        details.append(("then", _spread(event.spread)))
     return Fault(
         what=_what(event),
         where=_where(event),
@@ -61,27 +63,26 @@ def op_fault(event: Event, scale: float, dynamic: bool, origin: str, growth: Gro
         facts={
             "op": event.op,
             "module": event.place.module,
-            "pass": "backward" if event.backward else "forward",
+            "pass": passed,
             "dtype": dtype_name(event.dtype),
             "not_finite": event.not_finite,
             "elements": event.elements,
         },
         all_ranks=True,
+        is_too_large=growth is None and _is_too_large_unscaled(event, scale),
     )
 
 
-def _key(event: Event, cause: str, is_of_growth: bool) -> object:
-    if is_of_growth:
-        return cause
+def _key(event: Event) -> str:
     if event.depends_on_scale:
         return GRADIENTS
     place = event.place
     if is_module_of_torch(place):
         place = place._replace(line=None)  # that which has called the model
-    return event.op, place, event.backward
+    return str((event.op, place, event.backward))
 
 
-def is_too_large_unscaled(event: Event, scale: float) -> bool:
+def _is_too_large_unscaled(event: Event, scale: float) -> bool:
     """Whether ``event`` is a gradient that float16 does not hold at any loss scale of 1 or more."""
     if not event.backward or not event.out_of_range or event.value is None:
         return False
@@ -177,9 +178,8 @@ def _where(event: Event) -> str:
     return f"{place.module} ({place.kind}), in {place.model}"
 
 
-def _spread(event: Event) -> str:
+def _spread(place: Place) -> str:
     """Where what was infinite became NaN."""
-    place = event.spread or event.place
     spot = " outside of any module" if place.module is None else f" of {place.module or place.kind}"
     op = f"{place.function}()" if place.function else "an op"
     return f"became NaN in {op}{spot}"

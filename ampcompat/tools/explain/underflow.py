@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -15,8 +15,7 @@ SMALL = 2.0**-12
 LEAST_SHARE = 0.1
 
 
-@dataclass
-class Underflow:
+class Underflow(NamedTuple):
     """A step whose gradients were too small for float16.
 
     Attributes:
@@ -38,10 +37,6 @@ class Underflow:
             f" {self.scale:g} {since}, too low for them (a new dynamic one begins at 65536)"
         )
 
-    def as_dict(self) -> dict[str, float]:
-        """The same for a line of JSON."""
-        return asdict(self)
-
 
 def can_vanish() -> bool:
     """Whether gradients are computed in float16."""
@@ -55,15 +50,15 @@ def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [grad.detach() for grad in grads if grad is not None and not grad.is_sparse and grad.numel()]
 
 
-def is_too_small(largest: float, scale: float) -> bool:
-    """Whether gradients up to ``largest``, times ``scale``, are too small for float16.
+def underflow(optimizer: Optimizer, step: int, largest: float, scale: float, since: int) -> Underflow | None:
+    """What became of gradients up to ``largest`` in a step; None where they were not too small. Reads the device.
 
     Gradients that are all zero show nothing at a usual scale: their loss may not depend on the weights.
     """
-    return largest * scale < SMALL and (largest > 0 or scale < 1)
-
-
-def share_of_zeros(grads: list[torch.Tensor]) -> float:
-    """How many of ``grads`` are zero. Reads the device."""
+    is_too_small = largest * scale < SMALL and (largest > 0 or scale < 1)
+    if not is_too_small:
+        return None
+    grads = gradients_of(optimizer)
     zeros = sum(int((grad == 0).sum()) for grad in grads)
-    return zeros / max(sum(grad.numel() for grad in grads), 1)
+    share = zeros / max(sum(grad.numel() for grad in grads), 1)
+    return Underflow(step, share, scale, since) if share >= LEAST_SHARE else None

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ampcompat.tools.explain.lost import LostStep
+
 
 @dataclass
 class Account:
-    """What one rank knows of its steps, as plain data: lists hold numbers of steps, from 1.
+    """What one rank knows of its steps, as plain data.
 
     Attributes:
         rank: Its number.
         steps: How many steps there were.
-        skipped: Those that were skipped.
-        not_finite: Those that were made with a loss or gradient that is not finite, or that wrote such weights.
-        causes: What steps were lost to; also faults that cost no step.
-        passed: The same for what was lost while the loss scale came down: it may be normal.
-        unknown: Those whose cause was not found.
-        unseen: Those that were not looked into.
+        lost: Those that were lost.
+        told: The causes of the faults that were told, by their keys; also of faults that cost no step.
+        held: The same of faults whose explanation was held back.
         has_told_unknown: Whether it was told that a cause was not found.
-        scales: What became of the loss scale at each skipped step, as in "came down to 128"; "" where it did not.
         weights_lost_at: The step that left weights that are not finite; 0 where none is known.
         warned: Mistakes that amp has warned of, in a few words.
         underflow: What is said of gradients that were too small; "" where none were.
@@ -28,17 +26,16 @@ class Account:
 
     rank: int
     steps: int
-    skipped: list[int]
-    not_finite: list[int]
-    causes: dict[str, list[int]]
-    passed: dict[str, list[int]]
-    unknown: list[int]
-    unseen: list[int]
-    has_told_unknown: bool
-    scales: list[str]
-    warned: list[str]
-    weights_lost_at: int
-    underflow: str
+    lost: list[LostStep]
+    told: dict[str, str]
+    held: dict[str, str]
+    has_told_unknown: bool = False
+    weights_lost_at: int = 0
+    warned: list[str] = field(default_factory=list)
+    underflow: str = ""
+
+    def __post_init__(self) -> None:
+        self.lost = [row if isinstance(row, LostStep) else LostStep(**row) for row in self.lost]  # JSON has dicts
 
 
 @dataclass
@@ -56,6 +53,23 @@ class Cause:
     ranks: list[int] = field(default_factory=list)
 
 
+def causes_of(accounts: Sequence[Account], is_mostly_skipped: bool) -> list[Cause]:
+    """What steps were lost to on any rank, that which has cost most steps first.
+
+    What was held back counts where a loss scale that comes down is no reason: most steps were skipped, and nothing else
+    explains it.
+    """
+    is_any_told = any(account.told for account in accounts)
+    found: dict[str, Cause] = {}
+    for account in accounts:
+        causes = account.held if is_mostly_skipped and not is_any_told else account.told
+        for text in dict.fromkeys(causes.values()):
+            cause = found.setdefault(text, Cause(text))
+            cause.steps |= {row.number for row in account.lost if causes.get(row.fault) == text}
+            cause.ranks.append(account.rank)
+    return sorted(found.values(), key=lambda cause: -len(cause.steps))
+
+
 class Verdict:
     """The verdict of the first of some accounts, which takes in what the others have explained.
 
@@ -68,22 +82,13 @@ class Verdict:
         self._own = accounts[0]
         self.ranks = len(accounts)
         self._all_ranks = ranks
-        self.skipped = set[int]().union(*(one.skipped for one in accounts))
-        self.not_finite = set[int]().union(*(one.not_finite for one in accounts))
+        lost = [row for account in accounts for row in account.lost]
+        self.skipped = {row.number for row in lost if row.skipped}
+        self.not_finite = {row.number for row in lost if not row.skipped}
         self._lost = self.skipped | self.not_finite
         self._is_mostly_skipped = 2 * len(self.skipped) > self._own.steps
-        self._has_told_unknown = any(one.has_told_unknown for one in accounts)
-        is_any_known = any(one.causes for one in accounts)
-        found: dict[str, Cause] = {}
-        for account in accounts:
-            told = account.causes
-            if self._is_mostly_skipped and not is_any_known:  # a scale that costs most steps is not normal
-                told = account.passed
-            for text, steps in told.items():
-                cause = found.setdefault(text, Cause(text))
-                cause.steps |= set(steps)
-                cause.ranks.append(account.rank)
-        self.causes = sorted(found.values(), key=lambda cause: -len(cause.steps))
+        self._has_told_unknown = any(account.has_told_unknown for account in accounts)
+        self.causes = causes_of(accounts, self._is_mostly_skipped)
 
     def __str__(self) -> str:
         own = self._own
@@ -111,8 +116,7 @@ class Verdict:
 
     def _scale_of(self, steps: set[int]) -> str:
         """What had become of the loss scale at the last of ``steps``."""
-        own = self._own
-        found = [scale for step, scale in zip(own.skipped, own.scales, strict=True) if step in steps and scale]
+        found = [row.scale for row in self._own.lost if row.number in steps and row.scale]
         return found[-1] if found else "came down"
 
     def _counts(self) -> str:
@@ -128,6 +132,7 @@ class Verdict:
 
     def _parts(self) -> list[str]:
         """What the lost steps were lost to, all of them."""
+        own = self._own
         lost = len(self._lost)
         rest = set(self._lost)
         parts: list[str] = []
@@ -137,21 +142,19 @@ class Verdict:
             if not count:
                 continue
             of_which = "" if count >= lost else f" of {count} of these"
-            is_first = not parts
-            parts.append(
-                f"the cause{of_which} is {self._name(cause)}" if is_first else f"that of {count} is {self._name(cause)}"
-            )
-        unknown = len(rest & set(self._own.unknown))
+            subject = f"that of {count}" if parts else f"the cause{of_which}"
+            parts.append(f"{subject} is {self._name(cause)}")
+        unknown = rest & {row.number for row in own.lost if row.is_unknown}
         if unknown:
-            of_which = "" if unknown >= lost else f" of {unknown} of these"
-            at = self._own.weights_lost_at
-            since = f": weights are not finite since step {at}" if at and not self.causes else ""
+            of_which = "" if len(unknown) >= lost else f" of {len(unknown)} of these"
+            is_since = own.weights_lost_at and not self.causes
+            since = f": weights are not finite since step {own.weights_lost_at}" if is_since else ""
             parts.append(f"the cause{of_which} was not found{since}")
-        ordinary = rest - set(self._own.unknown)
+        ordinary = rest - unknown
         if ordinary:
             scale = self._scale_of(ordinary)
             parts.append(f"{len(ordinary)} {_were(len(ordinary))} lost while the loss scale {scale}, which is normal")
-        unseen = len(self._lost & set(self._own.unseen))
+        unseen = sum(not row.was_looked_into for row in own.lost)
         if unseen:
             parts.append(f"{unseen} of these {_were(unseen)} not looked into")
         return parts

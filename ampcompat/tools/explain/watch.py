@@ -14,8 +14,9 @@ import torch
 
 from ampcompat import _torch
 from ampcompat.tools.core import Args, Kwargs, live_models
+from ampcompat.tools.explain.event import ARGUMENT, COLLECTIVE, UNSEEN, Event
 from ampcompat.tools.explain.places import Places
-from ampcompat.tools.explain.probe import ARGUMENT, COLLECTIVE, UNSEEN, Event, Probe
+from ampcompat.tools.explain.probe import Probe
 
 #: Steps that are watched after one was lost, and in the whole run.
 STEPS, MOST_STEPS = 50, 200

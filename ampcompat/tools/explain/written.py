@@ -5,203 +5,195 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from ampcompat import _torch
-from ampcompat.tools.core import HALF_DTYPES, Master, Optimizer, ParamGroup, master_of
+from ampcompat.tools.core import HALF_DTYPES, Master, Optimizer, master_of
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.fault import Fault
-from ampcompat.tools.explain.growth import Grown, name_of
+from ampcompat.tools.explain.growth import History, name_of
 from ampcompat.tools.explain.hints import BFLOAT16
-from ampcompat.tools.explain.misuse import Misuse
-from ampcompat.tools.explain.numbers import MASTERS, Number, not_representable, optimizer_name
+from ampcompat.tools.explain.misuse import spoiling_misuse
+from ampcompat.tools.explain.numbers import MASTERS, not_representable, optimizer_name
 from ampcompat.tools.tensors import LARGEST, count_not_finite, is_finite, largest, readable
+
+_SMALLER_STEPS = "a lower learning rate, or clipped gradients"
 
 
 @dataclass
-class Written:
-    """A tensor that a step has left not finite.
+class Reason:
+    """Why a step has left something that is not finite.
 
     Attributes:
-        optimizer: The optimizer that made the step.
-        group: Index of the param group.
-        param: The weight.
-        tensor: The weight, its half copy, or the state that is not finite.
-        state: Name of that state; "" for the weight.
-        why: Causes that were found, the likeliest first.
+        why: In words.
         hints: What to do, the likeliest first.
-        numbers: Those among the causes that the parameters' dtype does not hold.
-        at_any_rate: Whether a lower learning rate would not help: a division by zero, or such a gradient.
+        at_any_rate: Whether a lower learning rate would not help.
+        number: What is told of a number of the optimizer that its parameters' dtype does not hold, if it is that.
     """
 
-    optimizer: Optimizer
+    why: str
+    hints: list[str] = field(default_factory=list)
+    at_any_rate: bool = True
+    number: Fault | None = None
+
+
+class Written(NamedTuple):
+    """What a step has left not finite.
+
+    Attributes:
+        head: As in "Step 3 of SGD left a weight that is not finite.".
+        fault: What is told of it.
+        numbers: Those that its parameters' dtype does not hold, and that are the reason.
+    """
+
+    head: str
+    fault: Fault
+    numbers: list[Fault]
+
+
+class _Lost(NamedTuple):
+    """A tensor that is not finite: a weight, its half copy, or with a name the state of a weight."""
+
     group: int
     param: torch.Tensor
     tensor: torch.Tensor
-    state: str = ""
-    why: list[str] = field(default_factory=list)
-    hints: list[str] = field(default_factory=list)
-    numbers: list[Number] = field(default_factory=list)
-    at_any_rate: bool = False
-
-    @property
-    def head(self) -> str:
-        """What the step has left."""
-        return f"{optimizer_name(self.optimizer)} left {'state' if self.state else 'a weight'} that is not finite."
-
-    def fault(self, step: int, growth: Grown | None, misuse: Misuse | None) -> Fault:
-        """What is told of it.
-
-        Args:
-            step: The number of the step.
-            growth: The weight that the last steps made many times larger, if any.
-            misuse: What amp has warned of and may have spoiled the weights, if anything.
-        """
-        optimizer = optimizer_name(self.optimizer)
-        parameter = name_of(self.param)
-        of_what = parameter or f"a parameter of group {self.group}"
-        name = f"{self.state} of {of_what}" if self.state else of_what
-        dtype = dtype_name(self.tensor.dtype)
-        lost = count_not_finite(self.tensor)
-        hints = self.hints
-        if misuse is not None:
-            growth, hints = None, [misuse.hint]
-        if growth is not None:
-            hints = [growth.hint, *(hint for hint in hints if not hint.startswith("a lower learning rate"))]
-        cause = f"step {step} of {optimizer}, which left {name} not finite" if growth is None else growth.cause
-        if misuse is not None:
-            cause = misuse.cause
-        return Fault(
-            what=f"{name} ({dtype}): {lost} of {self.tensor.numel()} elements are not finite",
-            where=f"group {self.group} of {optimizer}",
-            cause=cause,
-            key=cause,
-            number=largest(self.tensor),
-            details=[("and" if index else "why", why) for index, why in enumerate(self.why)],
-            growth=growth,
-            hints=hints,
-            facts={
-                "optimizer": optimizer,
-                "group": self.group,
-                "parameter": parameter,
-                "dtype": dtype,
-                "not_finite": lost,
-                "elements": self.tensor.numel(),
-            },
-        )
+    state: str
+    reasons: list[Reason]
 
 
-def first_written(optimizer: Optimizer) -> Written | None:
+def _first_lost(optimizer: Optimizer) -> _Lost | None:
     """The first weight, or state where all weights are finite, that is not, and why."""
     for group, param in params_of(optimizer):
         if not is_finite(param):
-            return _blame(Written(optimizer, group, param, param))
+            return _Lost(group, param, param, "", _of_weight(optimizer, group, param))
         master = master_of(param)
         if master is not None and not is_finite(master.half):
-            return _half_of_master(Written(optimizer, group, master.half, master.half), master)
+            return _Lost(group, master.half, master.half, "", [_of_half(master)])
     for group, param in params_of(optimizer):
-        for name, tensor in state_of(optimizer, param):
+        for state, tensor in state_of(optimizer, param):
             if not is_finite(tensor):
-                return _state(Written(optimizer, group, param, tensor, name))
+                return _Lost(group, param, tensor, state, [_of_state(tensor, param)])
     return None
 
 
-def _blame(found: Written) -> Written:
-    """Add why a step may have written the weight as it is."""
-    optimizer, param = found.optimizer, found.param
-    options = optimizer.param_groups[found.group]
-    zeros = _zeros(optimizer, param, ~torch.isfinite(param.detach()))
+def first_written(optimizer: Optimizer, step: int, history: History) -> Written | None:
+    """Describe what the step has left not finite; None where nothing is."""
+    lost = _first_lost(optimizer)
+    if lost is None:
+        return None
+    group, param, tensor, state, reasons = lost
+    optimizer_class = optimizer_name(optimizer)
+    parameter = name_of(param)
+    of_what = parameter or f"a parameter of group {group}"
+    name = f"{state} of {of_what}" if state else of_what
+    facts = {
+        "optimizer": optimizer_class,
+        "group": group,
+        "parameter": parameter,
+        "dtype": dtype_name(tensor.dtype),
+        "not_finite": count_not_finite(tensor),
+        "elements": tensor.numel(),
+    }
+    cause = f"step {step} of {optimizer_class}, which left {name} not finite"
+    hints = [hint for reason in reasons for hint in reason.hints] or [_SMALLER_STEPS]
+    at_any_rate = any(reason.at_any_rate for reason in reasons)
+    misuse = None if at_any_rate else spoiling_misuse()
+    growth = None if at_any_rate or misuse is not None else history.growth(optimizer)
+    if misuse is not None:
+        cause = misuse.cause
+        hints = [misuse.hint]
+    elif growth is not None:
+        cause = growth.cause
+        hints = [growth.hint, *(hint for hint in hints if not hint.startswith("a lower learning rate"))]
+    fault = Fault(
+        what=f"{name} ({facts['dtype']}): {facts['not_finite']} of {facts['elements']} elements are not finite",
+        where=f"group {group} of {optimizer_class}",
+        cause=cause,
+        key=cause,
+        number=largest(tensor),
+        details=[("and" if index else "why", reason.why) for index, reason in enumerate(reasons)],
+        growth=growth,
+        hints=hints,
+        facts=facts,
+    )
+    head = f"Step {step} of {optimizer_class} left {'state' if state else 'a weight'} that is not finite."
+    return Written(head, fault, [reason.number for reason in reasons if reason.number is not None])
+
+
+def _of_weight(optimizer: Optimizer, group: int, param: torch.Tensor) -> list[Reason]:
+    """Why a step may have written the weight as it is: what is sure to lose it, otherwise what is likeliest."""
+    zeros = _zeros(optimizer, param)
+    sure = []
+    if param.grad is not None and not param.grad.is_sparse and not is_finite(param.grad):
+        hint = "look at what writes gradients outside scale_loss, such as clipping by a norm of 0 or inf"
+        sure.append(Reason("its gradient was not finite", [hint]))
     for name, tensor in state_of(optimizer, param):
         if not is_finite(tensor):
-            found.why.append(f"its {name} is not finite")
+            sure.append(Reason(f"its {name} is not finite", at_any_rate=False))
     for number in not_representable(optimizer):
-        if number.group == found.group and number.dtype == dtype_name(param.dtype) and number.name == "eps":
-            found.at_any_rate = True
-            found.numbers.append(number)
-            found.why.append(f"{number.text}{zeros}")
-            found.hints += number.hints
-    grad = param.grad
-    if grad is not None and not grad.is_sparse and not is_finite(grad):
-        found.at_any_rate = True
-        found.why.insert(0, "its gradient was not finite")
-        found.hints.insert(
-            0, "look at what writes gradients outside scale_loss, such as clipping by a norm of 0 or inf"
-        )
+        kind = number.facts["group"], number.facts["dtype"], number.facts["name"]
+        if kind == (group, dtype_name(param.dtype), "eps"):
+            sure.append(Reason(f"{number.cause}{zeros}", number.hints, number=number))
+    return sure or [_likeliest(optimizer, group, param, zeros)]
+
+
+def _likeliest(optimizer: Optimizer, group: int, param: torch.Tensor, zeros: str) -> Reason:
+    options = optimizer.param_groups[group]
     rate = options.get("lr")
-    if not found.why and isinstance(rate, float) and not math.isfinite(rate):
-        found.at_any_rate = True
-        found.why.append(f"its learning rate was {rate:g}")
-        found.hints.append("look at what sets it, such as a scheduler that divides by zero")
-    if not found.why and zeros and options.get("eps") == 0:
-        found.at_any_rate = True
-        found.why.append(f"eps=0{zeros}")
-        found.hints.append(f"pass eps=1e-8 to {optimizer_name(optimizer)}")
-    if not found.why and _is_small_update(param, options):
-        found.at_any_rate = True
-        size = largest(param.grad) if param.grad is not None else 0.0
-        found.why.append(f"not known: its gradient is finite (largest {size:.3g}), and its {_rate(options)} is usual")
-        found.hints.append("look at what else writes weights or gradients between scale_loss and the step")
-    if not found.why:
-        found.why.append(_update(param, options))
-    if not found.hints:
-        masters = [MASTERS] if param.dtype in HALF_DTYPES else []
-        found.hints = [*masters, "a lower learning rate, or clipped gradients"]
-    return found
+    rate_text = "its learning rate is not known" if rate is None else f"lr={float(rate):g}"
+    dtype = dtype_name(param.dtype)
+    size = _largest_gradient(param)
+    if isinstance(rate, float) and not math.isfinite(rate):
+        hint = "look at what sets it, such as a scheduler that divides by zero"
+        return Reason(f"its learning rate was {rate:g}", [hint])
+    if zeros and options.get("eps") == 0:
+        return Reason(f"eps=0{zeros}", [f"pass eps=1e-8 to {optimizer_name(optimizer)}"])
+    if param.dtype in HALF_DTYPES:
+        with_size = "" if size is None else f", its largest gradient is {size:.3g}"
+        why = f"the update left the range of {dtype} ({rate_text}{with_size})"
+        return Reason(why, [MASTERS, _SMALLER_STEPS], at_any_rate=False)
+    if isinstance(rate, float) and rate * max(size or 0.0, 1.0) < LARGEST:  # no usual rule makes it infinite
+        why = f"not known: its gradient is finite (largest {size or 0.0:.3g}), and its {rate_text} is usual"
+        return Reason(why, ["look at what else writes weights or gradients between scale_loss and the step"])
+    why = f"the update was not finite in {dtype} ({rate_text})"
+    return Reason(why, [_SMALLER_STEPS], at_any_rate=False)
 
 
-def _is_small_update(param: torch.Tensor, options: ParamGroup) -> bool:
-    """Whether no step of a usual rule makes a float32 weight infinite from such a gradient."""
-    rate = options.get("lr")
-    if param.dtype in HALF_DTYPES or not isinstance(rate, float):
-        return False
-    size = largest(param.grad) if param.grad is not None and not param.grad.is_sparse else 0.0
-    return rate * max(size, 1.0) < LARGEST
-
-
-def _update(param: torch.Tensor, options: ParamGroup) -> str:
-    """Why an update from finite gradients is not finite."""
-    dtype, grad = dtype_name(param.dtype), param.grad
-    if param.dtype not in HALF_DTYPES:
-        return f"the update was not finite in {dtype} ({_rate(options)})"
-    size = "" if grad is None or grad.is_sparse else f", its largest gradient is {largest(grad):.3g}"
-    return f"the update left the range of {dtype} ({_rate(options)}{size})"
-
-
-def _half_of_master(found: Written, master: Master) -> Written:
-    """Add why the half weight is not finite although its master is."""
+def _of_half(master: Master) -> Reason:
+    """Why the half weight is not finite although its master is."""
     ends = f"{dtype_name(master.half.dtype)} ends at {torch.finfo(master.half.dtype).max:g}"
-    found.why = [f"its float32 master reached {largest(master.value):.6g}, and {ends}"]
-    found.hints = [BFLOAT16, "a lower learning rate, or weight decay"]
-    return found
+    why = f"its float32 master reached {largest(master.value):.6g}, and {ends}"
+    return Reason(why, [BFLOAT16, "a lower learning rate, or weight decay"], at_any_rate=False)
 
 
-def _state(found: Written) -> Written:
-    """Add why the state left the range of its dtype."""
-    dtype = found.tensor.dtype
-    grad = found.param.grad
-    found.why = [f"it left the range of {dtype_name(dtype)}"]
-    found.hints = [*([MASTERS] if dtype in HALF_DTYPES else []), "clipped gradients"]
-    if dtype in HALF_DTYPES and grad is not None and not grad.is_sparse:
-        size = largest(grad)
+def _of_state(state: torch.Tensor, param: torch.Tensor) -> Reason:
+    """Why the state left the range of its dtype."""
+    why = f"it left the range of {dtype_name(state.dtype)}"
+    if state.dtype not in HALF_DTYPES:
+        return Reason(why, ["clipped gradients"], at_any_rate=False)
+    size = _largest_gradient(param)
+    if size is not None:
         square = f", whose square is {size * size:.3g}" if size * size > LARGEST >= size else ""
-        found.why = [f"{found.why[0]}: the largest gradient is {size:.3g}{square}"]
-        found.hints[-1] = "clipped gradients, or a smaller loss scale"
-    return found
+        why = f"{why}: the largest gradient is {size:.3g}{square}"
+    return Reason(why, [MASTERS, "clipped gradients, or a smaller loss scale"], at_any_rate=False)
 
 
-def _zeros(optimizer: Optimizer, param: torch.Tensor, lost: torch.Tensor) -> str:
+def _largest_gradient(param: torch.Tensor) -> float | None:
+    grad = param.grad
+    return None if grad is None or grad.is_sparse else largest(grad)
+
+
+def _zeros(optimizer: Optimizer, param: torch.Tensor) -> str:
     """Which state is zero where ``param`` is lost."""
+    lost = ~torch.isfinite(param.detach())
     count = int(lost.sum())
     for name, tensor in state_of(optimizer, param):
         zeros = int((tensor[lost] == 0).sum()) if tensor.shape == param.shape else 0
         if zeros and "sq" in name:
             return f", and {name} is 0 in {zeros} of these {count}: a division by zero"
     return ""
-
-
-def _rate(options: ParamGroup) -> str:
-    return f"lr={float(options['lr']):g}" if "lr" in options else "its learning rate is not known"
 
 
 # -- what an optimizer steps -------------------------------------------------------------------------------------------

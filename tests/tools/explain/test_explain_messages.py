@@ -17,7 +17,7 @@ from ampcompat.tools.explain.observer import OverflowExplainer
 def started():
     """How many faults are explained, whether the script then ends, and whether in JSON; None for no explaining."""
     found = [one for one in observers() if isinstance(one, OverflowExplainer)]
-    return (found[0].limit, found[0].stop, found[0].json) if found else None
+    return (found[0].telling.limit, found[0].telling.stop, found[0].telling.json) if found else None
 
 
 WORDS = {"1": (1, False, False), "5": (5, False, False), "first": (1, True, False), "json": (3, False, True)}

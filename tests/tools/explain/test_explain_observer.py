@@ -19,8 +19,9 @@ from torch import nn
 from ampcompat import amp
 from ampcompat._torch import TORCH
 from ampcompat.amp import observers as amp_observers
-from ampcompat.tools.explain import explain_overflows, replay
-from ampcompat.tools.explain.observer import MOST_FORWARDS
+from ampcompat.tools.explain import explain_overflows
+from ampcompat.tools.explain.again import run_again
+from ampcompat.tools.explain.search import MOST_FORWARDS
 
 #: What looks at a loss, and copies the scale.
 LOOK = {"detach", "amin", "amax", "neg", "maximum", "isfinite", "eq", "abs", "ne", "mul", "stack", "_to_copy"}
@@ -93,21 +94,27 @@ def test_a_fused_optimizer_is_asked_at_the_next_block(capsys):
     assert "ampcompat explain: The loss of step 4 is inf." in capsys.readouterr().err
 
 
-def test_the_replay_sees_the_same_random_numbers_and_buffers():
+def test_running_again_draws_the_same_random_numbers_and_leaves_buffers():
+    class Draws(Net):
+        def forward(self, x):
+            with torch.no_grad():
+                self.calls += 1
+            h = F.dropout(torch.relu(self.bn(self.fc1(x))), 0.5)
+            return self.fc2(h * 2 if random.random() < 0.5 else h)
+
     torch.manual_seed(0)
-    model = Net()
-    model, optimizer = initialized(model, "O1")
+    model, optimizer = initialized(Draws(), "O1")
     explain_overflows()
-    outputs = []
-    fc2 = model.fc2.register_forward_hook(lambda m, i, o: outputs.append((i[0].detach().clone(), model.calls.clone())))
+    drawn = []
+    fc2 = model.fc2.register_forward_hook(lambda module, given, output: drawn.append(given[0].detach().clone()))
     for _ in range(3):
         loss = model(torch.randn(8, 8)).mean()
     after = copy.deepcopy(model.state_dict())
-    assert replay.replay(explainer().forwards[-1], model, backward=False).event is None
+    finding = run_again(explainer().search.forwards[-1], backward=False)
+    assert (finding.event, finding.differs) == (None, False)
     fc2.remove()
-    assert torch.equal(outputs[-1][0], outputs[-2][0])
-    assert torch.equal(outputs[-1][1], outputs[-2][1])
-    assert [k for k, v in model.state_dict().items() if not torch.equal(v, after[k])] == []
+    assert torch.equal(drawn[-1], drawn[-2])
+    assert [name for name, value in model.state_dict().items() if not torch.equal(value, after[name])] == []
     loss.backward()  # the graph of the run is untouched
 
 
@@ -129,34 +136,33 @@ def test_a_forward_that_draws_late_draws_the_same_again():
     for _ in range(5):
         model(torch.ones(2, 4))
     outside = random.getstate()
-    replay.replay(explainer().forwards[-1], model, backward=False)
+    run_again(explainer().search.forwards[-1], backward=False)
     assert len(drawn) == 2
     assert drawn[0] == drawn[1]
     assert random.getstate() == outside
 
 
-def test_large_buffers_leave_room_for_those_that_are_written(monkeypatch):
-    """Copies of buffers are bounded; what a forward writes is copied first."""
-    monkeypatch.setattr("ampcompat.tools.explain.forwards.MOST_BUFFER_BYTES", 64)
+def test_a_forward_that_reads_what_it_writes_is_another_forward(capsys):
+    """It is run again with buffers that its first run has written; they stay as they were."""
     seen = []
 
     class Counts(nn.Linear):
         def __init__(self):
             super().__init__(2, 2)
-            self.register_buffer("table", torch.zeros(16))
             self.register_buffer("calls", torch.zeros(()))
 
         def forward(self, x):
             self.calls += 1
             seen.append(int(self.calls))
-            return super().forward(x)
+            return super().forward(x) * self.calls
 
     model, _ = initialized(Counts(), "O1")
     explain_overflows()
     for _ in range(3):
         model(torch.ones(1, 2))
-    replay.replay(explainer().forwards[1], model, backward=False)
-    assert seen == [1, 2, 3, 2]
+    assert run_again(explainer().search.forwards[-1], backward=False).differs
+    assert seen == [1, 2, 3, 4]
+    assert model.calls == 3
 
 
 def test_a_model_is_not_kept_alive():
@@ -179,15 +185,15 @@ def test_memory_is_bounded():
         inputs.append(weakref.ref(x))
         model(x)
     del x
-    assert len(explainer().forwards) == MOST_FORWARDS
+    assert len(explainer().search.forwards) == MOST_FORWARDS
     gc.collect()
     assert sum(ref() is not None for ref in inputs) <= MOST_FORWARDS
     for _ in range(3):
         make_step(optimizer, model(torch.randn(4, 8)).mean())
-    assert not explainer().forwards
+    assert not explainer().search.forwards
     with torch.no_grad():
         model(torch.randn(4, 8))
-    assert not explainer().forwards
+    assert not explainer().search.forwards
 
 
 def test_nothing_is_kept_or_hooked_while_it_is_off():
@@ -437,7 +443,7 @@ def test_a_wrong_limit_is_refused(limit):
 def test_twice_is_once():
     amp.explain_overflows()
     amp.explain_overflows(limit=5)
-    assert explainer().left == 5
+    assert explainer().telling.left == 5
 
 
 def test_the_scale_that_is_named_is_that_of_the_loss():

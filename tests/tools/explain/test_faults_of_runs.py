@@ -246,6 +246,15 @@ FAULTS = {
         model=lambda: Layer(lambda y: y.mul_(1e6)),
         level="O2",
     ),
+    "squares in half, in a module of the model": Fault(
+        {
+            "what": "aten::pow left the range of float16",
+            "hint": "compute it in float32: .float() on what goes into pow",
+        },
+        r"the cause is .*\(pow in 0\)\.$",
+        model=lambda: nn.Sequential(Layer(lambda y: (y * 1000).pow(2)), nn.LayerNorm(8)),
+        level="O2",
+    ),
     "squares in half": Fault(
         {
             "what": "aten::pow left the range of float16",
@@ -341,6 +350,7 @@ FAULTS = {
             "pass": "backward",
             "what": "a gradient is too large for float16: 32 of 32 values",
             "hint": "a smaller loss (a mean in place of a sum",
+            "note": "this is what step 16 showed, which was watched",
         },
         r"^26 of 40 steps were skipped; the cause is .*a gradient that the code after the model made\)\.$",
         level="O2",
@@ -426,7 +436,7 @@ FAULTS = {
             "pass": "backward",
             "next growth": "fc.weight grew from",
         },
-        r"; the cause of \d+ of these is the growth of fc.weight, at lr=0.01; that of 12 is \S*:\d+ \(.*\)\.$",
+        r"; the cause of \d+ of these is the growth of fc.weight, at lr=0.01; that of 11 is \S*:\d+ \(.*\)\.$",
         model=lambda: Layer(LargeBackward.apply),
         level="O2",
         batch=lambda step: WIDE / 5,
@@ -583,7 +593,9 @@ def run(fault):
 def test_a_fault_is_named_with_its_cure(capsys, name):
     fault = FAULTS[name]
     run(fault)
-    *explained, verdict = explanations(capsys.readouterr().err)
+    text = capsys.readouterr().err
+    assert "keep_fp32=['']" not in text  # the model itself
+    *explained, verdict = explanations(text)
     assert re.search(fault.verdict, verdict["head"]), verdict["head"]
     assert len(explained) == fault.count, explained
     for label, part in fault.told.items():

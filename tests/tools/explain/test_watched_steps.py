@@ -230,7 +230,7 @@ def test_steps_are_watched_in_bounds(monkeypatch):
     """What no op shows is not looked for without an end; steps are counted all the same."""
     monkeypatch.setattr("ampcompat.tools.explain.watch.STEPS", 2)
     monkeypatch.setattr("ampcompat.tools.explain.watch.MOST_STEPS", 3)
-    monkeypatch.setattr("ampcompat.tools.explain.observer.MOST_RUN_AGAIN", 3)
+    monkeypatch.setattr("ampcompat.tools.explain.search.MOST_RUN_AGAIN", 3)
     model, optimizer = started(nn.Linear(8, 8))
     for _ in range(30):
         optimizer.zero_grad()
@@ -399,3 +399,21 @@ def test_the_verdict_repeats_what_amp_has_warned_of(capsys):
     assert last_words()[-1].head == (
         "none of 6 steps was skipped; amp has warned of steps with gradients of a backward() outside of scale_loss."
     )
+
+
+def test_a_fault_that_comes_while_another_persists_has_its_own_steps(capsys):
+    model, optimizer = started(nn.Linear(8, 8), "O2")
+    for step in range(60):
+        optimizer.zero_grad()
+        y = model(WORDS).float()
+        if step < 25:
+            loss = (y * 1e7).sum()
+        else:
+            loss = (y * 0).pow(2).sum(1).sqrt().mean()  # here
+        make_step(optimizer, loss)
+    told = explanations(capsys.readouterr().err)
+    assert "a smaller loss" in told[0]["hint"]
+    assert told[1]["line"].endswith("# here")
+    counts = sorted(one["steps"] for one in last_words()[-1].content["causes"])
+    assert sum(counts) == 60
+    assert counts[0] == pytest.approx(25, abs=2)  # every third step is watched

@@ -1,0 +1,191 @@
+"""From something that is not finite to what is told of it: its origin is searched for, and the fault that has it named.
+
+The gradients of a skip may be gone at a lower loss scale, which is normal: their explanation is held back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ampcompat.tools.core import Optimizer
+from ampcompat.tools.explain.event import Event
+from ampcompat.tools.explain.fault import Fault
+from ampcompat.tools.explain.growth import Grown
+from ampcompat.tools.explain.lost import LostStep, has_found
+from ampcompat.tools.explain.numbers import optimizer_name
+from ampcompat.tools.explain.ops import GRADIENTS, op_fault
+from ampcompat.tools.explain.search import Search
+from ampcompat.tools.explain.spoiled import SpoiledWeights
+from ampcompat.tools.explain.steps import WINDOW, Block, Steps
+from ampcompat.tools.explain.telling import Telling
+from ampcompat.tools.explain.written import Written
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is looked into: something of a step that is not finite.
+
+    Attributes:
+        head: What was seen, as in "The loss of step 3 is nan.".
+        number: Of the step.
+        what: What is not finite: "loss" or "gradients".
+        steps: Those of each optimizer that makes it.
+        block: The block that lost it.
+        tensors: What is not finite: the loss, or gradients.
+        is_fault: Whether it is known to be no ordinary back-off of the loss scale.
+    """
+
+    head: str
+    number: int
+    what: str
+    steps: Sequence[Steps]
+    block: Block
+    tensors: list[torch.Tensor]
+    is_fault: bool = True
+
+    @property
+    def rows(self) -> list[LostStep]:
+        """The step, as that of each of its optimizers."""
+        return [steps.lost for steps in self.steps if steps.lost is not None]
+
+    def lose_to(self, key: str) -> None:
+        """Note the fault that the step was lost to."""
+        for row in self.rows:
+            row.fault = key
+
+
+class Diagnosis:
+    """Find out what lost steps, and tell it.
+
+    Args:
+        search: Looks for origins.
+        telling: Tells.
+        steps: The steps of each optimizer.
+
+    Attributes:
+        lost: The lost steps of the run.
+        spoiled: What is known of weights that are not finite.
+    """
+
+    def __init__(self, search: Search, telling: Telling, steps: Mapping[Optimizer, Steps]) -> None:
+        self.search = search
+        self.telling = telling
+        self.steps = steps
+        self.lost: list[LostStep] = []
+        self.spoiled = SpoiledWeights()
+        self._given = ""  # the key of an input that was not finite, until it is known what made it
+
+    def record(self, row: LostStep, number: int, is_skipped: bool) -> None:
+        """Note that the step numbered ``number`` was lost."""
+        row.number = number
+        row.skipped = is_skipped
+        self.lost.append(row)
+
+    def look_into(self, case: Case) -> None:
+        """Find what lost the step and tell it, or watch the next ones."""
+        if self.spoiled.since and (self.spoiled.by or not self.search.watch.is_on):
+            case.lose_to(self.spoiled.by)  # weights that are not finite lose every step
+            return
+        found = self.search.look(case.tensors, case.what == "gradients", case.block.scaler, case.block.scale)
+        for row in case.rows:
+            row.was_watched = found.was_watched
+            row.was_looked_into = found.was_looked_into
+        if found.event is not None:
+            self.blame(found.event, case)
+        elif found.was_looked_into:
+            self._tell_of_unknown(case, found.known)
+
+    def blame(self, event: Event, case: Case) -> None:
+        """Tell the fault that ``event`` is, or hold it back while the step may be a normal back-off."""
+        if event.op == "parameter" and self.spoiled.since:
+            case.lose_to(self.spoiled.by)
+            return
+        block = case.block
+        origin = self.spoiled.origin(event, any(steps.made for steps in self.steps.values()))
+        fault = self._after_too_large(op_fault(event, block.scale, block.scaler.dynamic, origin, self._growth()))
+        case.lose_to(fault.key)
+        if event.depends_on_scale and not case.is_fault and not self.telling.is_told(fault.key):
+            self.telling.hold(fault, case.head, case.number)
+            for row in [row for steps in case.steps for row in steps.falling]:
+                row.fault = row.fault or fault.key
+            return
+        if event.op == "parameter":
+            self.spoiled.note(self.search.steps + 1, fault.key)
+        self._tell(fault, case.head, case.number)
+        if event.op in ("input", "buffer") and not self.search.watch.is_on:
+            self._given = fault.key
+            self.search.watch.arm()  # it shows what makes such an input, or writes the buffer
+        elif self._given and self.search.watch.came_in(event):
+            self.telling.found[self._given].fault.cause = fault.cause  # that says more of it
+
+    def _growth(self) -> Grown | None:
+        """The weight that the last steps of an optimizer made many times larger, if any."""
+        found = [steps.weights.history.growth(optimizer) for optimizer, steps in self.steps.items()]
+        return max((one for one in found if one is not None), key=lambda one: one.times, default=None)
+
+    def _after_too_large(self, fault: Fault) -> Fault:
+        """``fault``; where a weight grew after gradients were told to be too large at any scale, as that fault."""
+        is_of_growth = fault.growth is not None and fault.cause == fault.growth.cause
+        for one in self.telling.told if is_of_growth else ():
+            if one.fault.is_too_large:
+                fault.key, fault.cause = one.fault.key, one.fault.cause
+        return fault
+
+    def suppose(self, row: LostStep) -> None:
+        """Put a skip that is not looked into down to the gradients whose explanation is held back, if any."""
+        for held in self.telling.untold[-1:]:
+            row.fault = held.fault.key
+
+    # -- telling -----------------------------------------------------------------------------------------------------
+    def _tell(self, fault: Fault, head: str, step: int) -> None:
+        """Tell of ``fault``; what was held back first, if it is likely to have made the weight grow."""
+        self.search.watch.disarm()
+        for held in self.telling.untold if fault.growth is not None else ():
+            has_cost = sum(row.fault == held.fault.key for row in self.lost)
+            if has_cost > WINDOW / 2:  # more than an ordinary back-off does
+                self.telling.tell(held.fault, held.head, held.step)
+        self.telling.tell(fault, head, step)
+
+    def tell_of_persistent(self, case: Case) -> None:
+        """Tell what a watched step has shown: overflows persist, so it is a fault. If none has, watch more steps."""
+        if self.telling.untold:
+            latest = self.telling.untold[-1]
+            case.lose_to(latest.fault.key)
+            latest.fault.note = f"this is what step {latest.step} showed, which was watched"
+            self.telling.tell(latest.fault, case.head, case.number)
+        elif not self.telling.is_told(GRADIENTS):  # otherwise every third is watched: another fault may have come
+            watched = self.search.watch_next()
+            for row in case.rows:
+                row.was_looked_into = bool(watched)
+            self._tell_of_unknown(case, watched)
+
+    def _tell_of_unknown(self, case: Case, known: str) -> None:
+        """Tell, once, that the cause was not found, where the step is known to be no normal back-off."""
+        if not case.is_fault:
+            return
+        if case.what == "gradients" and self.telling.untold:
+            self.tell_of_persistent(case)
+        elif not has_found(self.lost, case.what):
+            self.telling.tell_unknown(f"{case.head}{known}", case.number)
+
+    def tell_of_written(self, written: Written, row: LostStep, step: int) -> None:
+        """Tell of weights that are not finite, and that a step has written."""
+        fault = self._after_too_large(written.fault)
+        row.fault = fault.key
+        self.spoiled.note(row.number, fault.key)
+        self._tell(fault, written.head, step)
+
+    def tell_of_old_gradients(self, head: str, row: LostStep, step: int, optimizer: Optimizer) -> None:
+        """Tell of gradients that overflowed before, and lose each step since."""
+        fault = Fault(
+            what="gradients that overflowed in an earlier step were not cleared",
+            where=f"the parameters of {optimizer_name(optimizer)}",
+            cause="gradients of an earlier overflow that were not cleared",
+            key="old gradients",
+            hints=["call optimizer.zero_grad() after a skipped step too, before the next block"],
+        )
+        row.fault = fault.key
+        self._tell(fault, head, step)

@@ -1,0 +1,99 @@
+"""What the probe finds: the birth of something that is not finite, and how tensors came about. Plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from ampcompat.tools.core import HALF_DTYPES
+from ampcompat.tools.explain.places import Place
+
+#: What comes into a forward from outside: an :class:`Event` of that name is not an op.
+GIVEN = ("input", "parameter", "buffer")
+#: And what is handed to an op from nowhere that was seen, such as the class weights of a loss.
+ARGUMENT = "argument"
+#: What another rank has added, and what amp works with and no op has made that was seen: the cause is elsewhere.
+COLLECTIVE, UNSEEN = "collective", "unseen"
+
+
+@dataclass(frozen=True)
+class Made:
+    """How a tensor came about: enough to say why a denominator is zero, or where a large number came from."""
+
+    op: str
+    scalars: tuple[float, ...]
+    place: Place
+    largest: float
+    before: Made | None
+
+    def chain(self) -> Iterable[Made]:
+        """This one and the cheap ops before it, nearest first."""
+        one: Made | None = self
+        while one is not None:
+            yield one
+            one = one.before
+
+
+@dataclass(eq=False)
+class Event:
+    """The birth of something non-finite.
+
+    Attributes:
+        op: The op's name, as in "mm"; or one of :data:`GIVEN`, or ARGUMENT, COLLECTIVE or UNSEEN.
+        backward: Whether the engine ran it.
+        dtype: Dtype of its result.
+        value: The largest magnitude of its result, computed again in float32 from the same inputs; inf or NaN if it is
+            so there too, None if it cannot be computed there.
+        not_finite: How many values of its result are inf or NaN.
+        elements: How many values the result has.
+        scalars: Its numbers, an eps or the fill of a mask among them.
+        denominators: Zeros in its inputs.
+        made: How its inputs were made.
+        spread: Where an inf was turned into NaN.
+        node: Name of the autograd node, in backward.
+        given: For :data:`ARGUMENT`: which tensor it is.
+        rows: For what came from outside: which rows are not finite, as in ", in row 3".
+    """
+
+    op: str
+    place: Place
+    backward: bool
+    dtype: torch.dtype
+    value: float | None
+    not_finite: int
+    elements: int
+    scalars: tuple[float, ...] = ()
+    denominators: int = 0
+    made: list[Made] = field(default_factory=list)
+    spread: Place | None = None
+    node: str = ""
+    given: str = ""
+    rows: str = ""
+
+    @property
+    def out_of_range(self) -> bool:
+        """Whether float32 is known to hold the result."""
+        return self.dtype in HALF_DTYPES and self.value is not None and math.isfinite(self.value)
+
+    @property
+    def is_undefined(self) -> bool:
+        """Whether float32 gives no finite result either with the same inputs."""
+        return self.value is not None and not self.out_of_range
+
+    @property
+    def is_nan(self) -> bool:
+        """Whether it was NaN from the first."""
+        return self.value is not None and math.isnan(self.value)
+
+    @property
+    def depends_on_scale(self) -> bool:
+        """Whether it may be gone at a lower loss scale."""
+        return self.backward and not self.is_undefined
+
+    @property
+    def names_the_argument(self) -> bool:
+        """Whether an :data:`ARGUMENT` has a name that says what it is for: a mask may be infinite on purpose."""
+        return self.given.partition(" ")[0] in ("weight", "bias", "target", "pos_weight")

@@ -1,0 +1,52 @@
+"""Weights that are not finite: since when, what has spoiled them, and where else they may come from."""
+
+from __future__ import annotations
+
+from ampcompat.tools.core import live_models
+from ampcompat.tools.explain.event import Event
+from ampcompat.tools.tensors import is_finite
+
+
+class SpoiledWeights:
+    """What is known of weights that are not finite.
+
+    Attributes:
+        since: The step that left them, among those of all optimizers; 0 where none is known.
+        by: The key of the fault that this step was lost to; "" where that is not known.
+    """
+
+    def __init__(self) -> None:
+        self.since = 0
+        self.by = ""
+        self._has_seen_initialize = False
+        self._before: set[tuple[str, str]] = set()  # models and weights that were not finite at initialize
+
+    def note_initialize(self) -> None:
+        """Note the weights that are not finite before any step."""
+        self._has_seen_initialize = True
+        for model in live_models():
+            for name, param in model.named_parameters():
+                if not is_finite(param):
+                    self._before.add((type(model).__name__, name))
+
+    def note(self, step: int, fault: str) -> None:
+        """Note the step that left weights that are not finite, if it is the first, and what it was lost to."""
+        if not self.since:
+            self.since, self.by = step, fault
+
+    def forget(self) -> None:
+        """Note that all weights are finite again: the script has written others."""
+        self.since, self.by = 0, ""
+
+    def origin(self, event: Event, is_any_step_made: bool) -> str:
+        """Where the parameter that ``event`` is may come from."""
+        if (event.place.model, event.place.module) in self._before:
+            return (
+                "it was not finite before amp.initialize already: look at how the model is made, or at the checkpoint"
+                " it came from"
+            )
+        if is_any_step_made:
+            return "no step is known to have written it: look at what else writes weights, such as load_state_dict"
+        if self._has_seen_initialize:
+            return "it was finite at amp.initialize, and no step was made yet: look at what loads or writes it"
+        return "no step was made yet: look at how the model is initialized, or at the checkpoint it came from"

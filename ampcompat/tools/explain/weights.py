@@ -1,0 +1,99 @@
+"""The weights that one optimizer steps: whether they are finite, and how large."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ampcompat import _torch
+from ampcompat.tools.core import Optimizer, master_of
+from ampcompat.tools.explain.growth import History
+from ampcompat.tools.explain.underflow import can_vanish, gradients_of
+from ampcompat.tools.explain.written import params_of, state_of
+from ampcompat.tools.tensors import largest_on_device
+
+
+class Weights:
+    """The weights of one optimizer, and its state, as they were when they were last looked at.
+
+    Attributes:
+        are_finite: Whether all were finite.
+        history: How large the weights were, after each of the last steps.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.history = History()
+        self._look(optimizer)
+
+    def look_at_written(self, optimizer: Optimizer) -> None:
+        """Look at weights that something other than a step has written: one host sync, if so.
+
+        The step to come is to answer for its own writing alone.
+        """
+        if self._versions != _versions(optimizer):
+            self._look(optimizer)
+
+    def _look(self, optimizer: Optimizer) -> None:
+        self.are_finite, _, sizes = _examine(optimizer)
+        self._versions = _versions(optimizer)
+        self.history.begin(sizes)
+
+    def look_after_step(self, optimizer: Optimizer) -> float | None:
+        """Look at what a step has written, and at its gradients: one host sync a device.
+
+        Returns:
+            The largest gradient; None where it has none or float16 is not used.
+        """
+        largest_grad = None
+        if self.are_finite:
+            self.are_finite, largest_grad, sizes = _examine(optimizer)
+            self.history.add(sizes, optimizer)
+        self._versions = _versions(optimizer)
+        return largest_grad
+
+
+def _examine(optimizer: Optimizer) -> tuple[bool, float | None, dict[int, float]]:
+    """Look at all weights that ``optimizer`` steps, the halves of masters too, and at its state and gradients.
+
+    Returns:
+        Whether weights and state are finite; the largest gradient, None where it has none or float16 is not used; and
+        the largest magnitudes of the weights, by their ids.
+    """
+    weights = [param for _, param in params_of(optimizer) if param.numel()]
+    masters = [master for master in map(master_of, weights) if master is not None]
+    states = [tensor for param in weights for _, tensor in state_of(optimizer, param)]
+    written = [*weights, *(master.half for master in masters), *states]
+    grads = gradients_of(optimizer) if can_vanish() else []
+    sizes = _largest_of_each([*written, *grads])
+    are_finite = all(map(math.isfinite, sizes[: len(written)]))
+    largest_grad = max(sizes[len(written) :], default=None)
+    return are_finite, largest_grad, dict(zip(map(id, weights), sizes, strict=False))
+
+
+def _largest_of_each(tensors: list[torch.Tensor]) -> list[float]:
+    """The largest magnitude in each: one host sync a device."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(index)
+    order: dict[torch.device, list[int]] = {}
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for (device, _), indices in by_kind.items():
+        alike = [tensors[index].detach() for index in indices]
+        if device.type == "cpu":  # torch's norm is slow there
+            largest = [largest_on_device(tensor) for tensor in alike]
+        else:
+            largest = list(_torch.foreach_norm(alike, float("inf")))
+        order.setdefault(device, []).extend(indices)
+        found.setdefault(device, []).append(torch.stack(largest).float())
+    sizes = [0.0] * len(tensors)
+    for device, parts in found.items():
+        for index, size in zip(order[device], torch.cat(parts).tolist(), strict=True):
+            sizes[index] = size
+    return sizes
+
+
+def _versions(optimizer: Optimizer) -> list[int]:
+    """Numbers that change when anything writes a weight that ``optimizer`` steps. Runs no op."""
+    masters = [(param, master_of(param)) for group in optimizer.param_groups for param in group["params"]]
+    return [param._version + (0 if master is None else master.half._version) for param, master in masters]
