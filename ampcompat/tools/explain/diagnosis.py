@@ -107,13 +107,17 @@ class Diagnosis:
         origin = self.spoiled.origin(event, any(steps.made for steps in self.steps.values()))
         fault = self._after_too_large(op_fault(event, block.scale, block.scaler.dynamic, origin, self._growth()))
         case.lose_to(fault.key)
-        if event.depends_on_scale and not case.is_fault and not self.telling.is_told(fault.key):
-            self.telling.hold(fault, case.head, case.number)
+        if event.depends_on_scale:  # so do the skips before, at higher scales
             for row in [row for steps in case.steps for row in steps.falling]:
                 row.fault = row.fault or fault.key
+        may_be_normal = event.depends_on_scale and not fault.is_too_large and not case.is_fault
+        if may_be_normal and not self.telling.is_told(fault.key):
+            self.telling.hold(fault, case.head, case.number)
             return
         if event.op == "parameter":
             self.spoiled.note(self.search.steps + 1, fault.key)
+            for optimizer, steps in self.steps.items():
+                steps.weights.look(optimizer)  # the next step is not to answer for what was written through `data`
         self._tell(fault, case.head, case.number)
         if event.op in ("input", "buffer") and not self.search.watch.is_on:
             self._given = fault.key

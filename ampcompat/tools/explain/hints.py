@@ -296,7 +296,7 @@ def _is_of_nothing(*ops: str) -> _Test:
 
 
 #: Which events a row is for, and what it says. The first row that fits is told. These leave no doubt:
-_OF_NOTHING: _Table = (
+_SURE: _Table = (
     (
         _is_of_nothing("std", "var", "std_mean", "var_mean"),
         "{op} of a single value is NaN: leave such a batch out (drop_last=True), or pass correction=0",
@@ -306,6 +306,10 @@ _OF_NOTHING: _Table = (
         _is_of_nothing("nll_loss_forward", "nll_loss2d_forward"),
         "every label of this batch is ignore_index, or of weight 0: leave such a batch out, or divide a loss of"
         " reduction='sum' by max(count, 1)",
+    ),
+    (
+        _is_one_of("_ctc_loss", "_cudnn_ctc_loss"),
+        "a target that is longer than its input has no alignment: zero_infinity=True, or leave such samples out",
     ),
 )
 _GRADIENT_OF_ROOT = "the gradient of {function} at 0 is not finite: add an eps inside, as in (... + 1e-6).sqrt()"
@@ -344,9 +348,9 @@ _UNDEFINED: _Table = (
 
 
 def _undefined(event: Event, setting: Setting) -> list[str]:
-    few = _first(_OF_NOTHING, event)
-    if few:
-        return [few.format(op=event.op)]
+    sure = _first(_SURE, event)
+    if sure:
+        return [sure.format(op=event.op)]
     zeros = event.denominators
     cure = _first(_UNDEFINED, event).format(
         op=event.op,

@@ -196,7 +196,8 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The origin of what is not finite in the inputs of an op; None where they are finite."""
         if written is not None and storage(written) in self.origins:
             return self.origins[storage(written)]
-        read = [tensor for tensor in call.inputs if tensor is not written]
+        # What other ranks have written into it since the collective was called came before this op.
+        read = [tensor for tensor in call.inputs if tensor is not written or storage(tensor) in self._reduced]
         known = self.origin(read)
         argument = self._unknown_argument(call, read)
         return argument if known is None else known

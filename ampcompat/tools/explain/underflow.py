@@ -55,7 +55,7 @@ def underflow(optimizer: Optimizer, step: int, largest: float, scale: float, sin
 
     Gradients that are all zero show nothing at a usual scale: their loss may not depend on the weights.
     """
-    is_too_small = largest * scale < SMALL and (largest > 0 or scale < 1)
+    is_too_small = largest * scale < SMALL and (largest > 0 or scale <= 1)
     if not is_too_small:
         return None
     grads = gradients_of(optimizer)

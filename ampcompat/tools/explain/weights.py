@@ -24,7 +24,7 @@ class Weights:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.history = History()
-        self._look(optimizer)
+        self.look(optimizer)
 
     def look_at_written(self, optimizer: Optimizer) -> None:
         """Look at weights that something other than a step has written: one host sync, if so.
@@ -32,9 +32,10 @@ class Weights:
         The step to come is to answer for its own writing alone.
         """
         if self._versions != _versions(optimizer):
-            self._look(optimizer)
+            self.look(optimizer)
 
-    def _look(self, optimizer: Optimizer) -> None:
+    def look(self, optimizer: Optimizer) -> None:
+        """Look at weights that something other than a step may have written: one host sync."""
         self.are_finite, _, sizes = _examine(optimizer)
         self._versions = _versions(optimizer)
         self.history.begin(sizes)

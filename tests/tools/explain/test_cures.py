@@ -143,6 +143,17 @@ def log_of_softmax(cure):
     train(Layers(), "O1", loss)
 
 
+def target_without_alignment(cure):
+    """Four frames cannot spell six labels."""
+    criterion = nn.CTCLoss(zero_infinity=cure is not None)
+    labels, lengths = torch.ones(1, 6, dtype=torch.long), (torch.tensor([4]), torch.tensor([6]))
+
+    def loss(model):
+        return criterion(model(X[:4]).float().log_softmax(-1)[:, None], labels, *lengths)
+
+    train(Layers(), "O1", loss)
+
+
 def log_of_zero(cure):
     def loss(model):
         p = torch.relu(model(X).float())
@@ -206,6 +217,7 @@ CURES = {
     zero_norm: r"add an eps to the denominator, as in / \(\.\.\. \+ (\S+)\)",
     root_of_zero: r"add an eps inside, as in \(\.\.\. \+ (\S+)\)\.sqrt\(\)",
     log_of_softmax: r"F\.log_softmax\(x, dim\) in place of log\(softmax\(x\)\)",
+    target_without_alignment: r"zero_infinity=True",
     log_of_zero: r"\.clamp_min\((\S+)\) on what goes into it",
     adams_eps: r"pass eps=(\S+) to Adam",
     layer_beyond_float16: r"keep_fp32=\['(\S+)'\]",

@@ -4,11 +4,12 @@ import re
 
 import pytest
 import torch
-from amp_training import make_step
+from amp_training import last_words, make_step
 from lossy_steps import Words, adam, train
 from torch import nn
 
 from ampcompat import amp
+from ampcompat.tools.explain import explain_overflows
 
 
 def test_adams_eps_at_o3(capsys):
@@ -160,6 +161,26 @@ def test_a_weight_that_no_step_wrote(capsys, read):
         assert "hint      no step is known to have written it" in err
     else:
         assert err == ""
+
+
+def test_a_weight_that_was_known_to_be_lost_is_no_later_steps_fault(capsys):
+    """The script has written it through ``data``, which no version tells, and not each batch reads it."""
+    model = nn.Embedding(4, 2)
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0, loss_scale="dynamic"
+    )
+    explain_overflows()
+    for step in range(12):
+        if step == 4:
+            model.weight.data[0] = float("nan")
+        optimizer.zero_grad()
+        make_step(optimizer, model(torch.tensor([step % 2, 2])).sum() * 1e-2)
+    told = capsys.readouterr().err
+    assert told.count("ampcompat explain: ") == 1
+    assert "parameter weight was not finite before the forward" in told
+    verdict = last_words()[-1].head
+    assert verdict.startswith("4 of 12 steps had a loss, a gradient or a weight that is not finite; the cause is")
+    assert "parameter weight of Embedding" in verdict
 
 
 def test_infinities_before_the_first_step_are_ignored(capsys):

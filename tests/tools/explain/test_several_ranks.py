@@ -24,7 +24,8 @@ model = torch.nn.Linear(8, 8)
 model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1e-3), opt_level="O1", verbosity=0)
 if "group" in sys.argv:
     torch.distributed.init_process_group("gloo")
-    model = torch.nn.parallel.DistributedDataParallel(model)
+    from apex.parallel import DistributedDataParallel as Apex
+    model = Apex(model) if "apex" in sys.argv else torch.nn.parallel.DistributedDataParallel(model)
 for step in range(40):
     x = torch.full((4, 8), 0.1 * step)
     if rank == 1 and step % 5 == 3:
@@ -70,7 +71,7 @@ def explained(tmp_path, *arguments):
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no process groups")
-@pytest.mark.parametrize("end", [pytest.param([], marks=pytest.mark.slow), ["destroy"]])
+@pytest.mark.parametrize("end", [pytest.param([], marks=pytest.mark.slow), ["destroy"], ["apex", "destroy"]])
 def test_the_verdict_speaks_for_all_ranks(tmp_path, end):
     first, second = explained(tmp_path, "group", *end)
     verdict = first[-1]
@@ -78,7 +79,7 @@ def test_the_verdict_speaks_for_all_ranks(tmp_path, end):
     assert verdict["message"].startswith("8 of 40 steps were skipped; the cause is")
     assert verdict["message"].count("(on rank 1)") == 1
     assert "normal" not in verdict["message"]
-    assert "train.py:15 (__setitem__)" in verdict["message"]
+    assert "train.py:16 (__setitem__)" in verdict["message"]
     assert [(one["steps"], one["ranks"]) for one in verdict["causes"]] == [(8, [1])]
     assert verdict["ranks"] == 2
     assert {one["explain"] for one in second} == {"fault"}

@@ -47,6 +47,10 @@ def test_a_static_scale_of_one_under_small_losses():
     assert "the loss scale was 1 from the first step on" in found.head
 
 
+def test_a_static_scale_of_one_at_which_all_gradients_vanish():
+    assert "100 % of the gradients of step 60 were 0 in float16" in verdict("O3", factor=1e-9).head
+
+
 @pytest.mark.parametrize(
     ("level", "options"),
     [

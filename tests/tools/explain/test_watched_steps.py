@@ -245,6 +245,20 @@ def test_steps_are_watched_in_bounds(monkeypatch):
     assert "were not looked into" in verdict.head
 
 
+def test_overflows_that_persist_are_told_from_what_a_watched_step_has_shown(monkeypatch, capsys):
+    """The gradient grows as fast as the scale falls, and the watch has ended before that is known."""
+    monkeypatch.setattr("ampcompat.tools.explain.watch.STEPS", 2)
+    monkeypatch.setattr("ampcompat.tools.explain.watch.MOST_STEPS", 3)
+    model, optimizer = started(nn.Linear(8, 8), "O2")
+    for step in range(20):
+        optimizer.zero_grad()
+        make_step(optimizer, (model(WORDS).float() * 2.0 ** max(step - 8, -8)).sum())
+    (told,) = explanations(capsys.readouterr().err)
+    assert told["head"].startswith("Step 20 was skipped, as 14 of the last 20 steps: gradients overflow although")
+    assert told["note"].startswith("this is what step 1")
+    assert last_words()[-1].head.startswith("14 of 20 steps were skipped; the cause is")
+
+
 def numpy_of(tensor):
     return tensor.detach().numpy()
 
@@ -336,6 +350,19 @@ def test_a_backward_that_is_not_finite_now_and_then(capsys):
     told = explanations(capsys.readouterr().err)
     assert told[-1]["line"].endswith("# here")
     assert "3 of 40 steps were skipped; the cause is" in last_words()[-1].head
+
+
+def test_a_gradient_beyond_float16_at_any_scale_is_a_fault_though_the_scale_falls(capsys):
+    """The class weight of a rare class: each fifth step is skipped, and so few skips are normal otherwise."""
+    model, optimizer = started(nn.Linear(8, 8), min_loss_scale=1)
+    for step in range(40):
+        optimizer.zero_grad()
+        weight = 5e8 if step % 5 == 4 else 1.0
+        make_step(optimizer, (model(WORDS).float() * weight).mean())  # here
+    told = explanations(capsys.readouterr().err)
+    assert "left the range of float16" in told[-1]["what"] or "too large for float16" in told[-1]["what"], told
+    assert "a smaller loss" in told[-1]["hint"]
+    assert "normal" not in last_words()[-1].head
 
 
 class SafeLog(torch.autograd.Function):
