@@ -25,7 +25,7 @@ _DTYPE = attrgetter("dtype")
 _DEVICE_AND_DTYPE = attrgetter("device", "dtype")
 
 
-def next_scale(
+def move_scale_(
     scale: torch.Tensor,
     clean_passes: torch.Tensor,
     found_inf: torch.Tensor,
@@ -36,11 +36,11 @@ def next_scale(
     smallest: float,
     largest: float,
     is_within_limits: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scale and the count of clean passes that follow a backward pass. No host sync.
+) -> None:
+    """Change ``scale`` and ``clean_passes`` to what follows a backward pass. No host sync.
 
     Args:
-        scale: A 0-dim float32 tensor. No argument is changed.
+        scale: A 0-dim float32 tensor.
         clean_passes: How many passes in a row had no overflow since the scale moved; a 0-dim int32 tensor next to
             ``scale``.
         found_inf: Not 0 if the pass overflowed; a 0-dim float32 tensor next to ``scale``.
@@ -49,17 +49,16 @@ def next_scale(
         growth_interval: Clean passes before growth.
         smallest: The limit of back-off.
         largest: The limit of growth.
-        is_within_limits: The caller knows that ``scale`` lies between the limits: one kernel then does what takes six
-            kernels for a scale that a script wrote past a limit, which stays there until it moves.
+        is_within_limits: The caller knows that ``scale`` lies between the limits: one kernel then does what takes eight
+            for a scale that a script wrote past a limit, which stays there until it moves.
     """
-    moved, counted = _torch.updated_scale(
-        scale, clean_passes, found_inf, growth_factor, backoff_factor, growth_interval
-    )
+    before = scale if is_within_limits else scale.clone()
+    _torch.update_scale_(scale, clean_passes, found_inf, growth_factor, backoff_factor, growth_interval)
     if is_within_limits:
-        return moved.clamp_(smallest, largest), counted
-    moved = torch.where(moved > scale, moved.clamp(max=largest), moved)
-    moved = torch.where(moved < scale, moved.clamp(min=smallest), moved)
-    return moved, counted
+        scale.clamp_(smallest, largest)
+        return
+    moved = torch.where(scale > before, scale.clamp(max=largest), scale)
+    scale.copy_(torch.where(moved < before, moved.clamp(min=smallest), moved))
 
 
 class Transition(Enum):
@@ -97,8 +96,8 @@ class MovingScale:
     An overflow flag is a 0-dim float32 tensor on a device, not 0 after an overflow.
 
     Attributes:
-        scale: 0-dim float32, made with the first loss; None before. Each move makes a new tensor, since an open block
-            unscales by the one that it has scaled by.
+        scale: 0-dim float32, made with the first loss; None before. A move changes it in place; an open block scales
+            and unscales by a copy.
         clean_passes: 0-dim int32 next to ``scale``: passes since the scale moved. None before the first loss.
         written_scale: What the host wrote or read last: the first scale, and the truth of a scale that does not move.
         written_clean_passes: What the host wrote last as ``clean_passes``, or has counted before the first loss.
@@ -133,14 +132,14 @@ class MovingScale:
         return not self.is_dynamic and self.written_scale == 1.0
 
     # -- the loss ------------------------------------------------------------------------------------------------------
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """``loss.float() * scale``, on the device of ``loss``, of any shape; no host sync."""
+    def copy_on(self, device: torch.device) -> torch.Tensor:
+        """A copy of the scale on ``device``, which stays as it is when the scale moves. No host sync."""
         scale = self.scale
         if scale is None:
-            scale = self._make_on(loss.device)
-        if scale.device != loss.device:
-            scale = scale.to(loss.device, non_blocking=True)
-        return loss.float() * scale
+            scale = self._make_on(device)
+        if scale.device == device:
+            return scale.clone()
+        return scale.to(device, non_blocking=True)
 
     def _make_on(self, device: torch.device) -> torch.Tensor:
         """Make the tensors of the scale on ``device``; return the scale."""
@@ -174,7 +173,7 @@ class MovingScale:
             scale = scale.to(device, non_blocking=True)
         found_inf = self._found_inf.get(device)
         if found_inf is None:
-            found_inf = scale.new_full((), 0.0)
+            found_inf = torch.zeros_like(scale)
             self._found_inf[device] = found_inf
         _torch.unscale_and_check_(grads, found_inf, _torch.inverse_of(scale))
 
@@ -199,8 +198,6 @@ class MovingScale:
     def adjust(self, found_inf: torch.Tensor | None, when: Transition = Transition.NOW) -> torch.Tensor | None:
         """Make the transition for a backward pass: back off, or grow, or only count; or delay it. No host sync.
 
-        While a CUDA graph is captured the tensors change in place, since each replay begins with those of the capture.
-
         Args:
             found_inf: The flag of the pass, of :meth:`take_found_inf`; None where no gradient was unscaled.
             when: When the scale moves for it.
@@ -208,19 +205,18 @@ class MovingScale:
         Returns:
             The flag for the step, which must be skipped if it is set; None for a static scale, which never skips.
         """
-        flag = self.note_pass(found_inf)
         if not self.is_dynamic:
+            self.last_pass = found_inf
             if when is Transition.NOW:
                 self.count_clean_pass()
             return None
+        flag = self.note_pass(found_inf)
         if when is not Transition.NOW:
             self._delay(flag, when)
             return flag
-        scale: torch.Tensor = self.scale  # type: ignore[assignment] # made, at the latest, by ``note_pass``
-        clean_passes: torch.Tensor = self.clean_passes  # type: ignore[assignment] # made with the scale
-        moved, counted = next_scale(
-            scale,
-            clean_passes,
+        move_scale_(
+            self.scale,  # type: ignore[arg-type] # made, at the latest, by ``note_pass``
+            self.clean_passes,  # type: ignore[arg-type] # made with the scale
             flag if self.delayed is None else torch.maximum(flag, self.delayed.found_inf),
             growth_factor=self.growth_factor,
             backoff_factor=self.backoff_factor,
@@ -231,12 +227,6 @@ class MovingScale:
             is_within_limits=self.smallest <= self.written_scale <= self.largest,
         )
         self.delayed = None
-        if _torch.is_capturing():
-            scale.copy_(moved)
-            clean_passes.copy_(counted)
-        else:
-            self.scale = moved
-            self.clean_passes = counted
         return flag
 
     def _delay(self, flag: torch.Tensor, when: Transition) -> None:

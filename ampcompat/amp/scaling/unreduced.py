@@ -55,7 +55,7 @@ def bring_back(block: OpenBlock) -> None:
     if not holders:
         return
     block.brought = leaves_of(holders).part(block.leaves.ids())
-    scale = None if block.scaler.is_one else block.scaler.scale_on()
+    scale = block.scale
     for master in block.brought.masters:
         if master.value.grad is not None:
             master.half.grad = _scaled(master.value.grad, scale).to(master.dtype)

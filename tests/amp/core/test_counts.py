@@ -104,6 +104,7 @@ def test_dispatcher_calls_at_o1_are_fewer_than_gradscalers():
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
+        optimizer.zero_grad()
 
     step()
     with Counter() as counter:
