@@ -45,7 +45,7 @@ def post_amp_backward(optimizer: AmpOptimizer, scaler: LossScaler) -> None:
         leaves = stash.leaves if block.scripts_part is None else block.scripts_part.leaves
         unscale_new(leaves, scaler, block.scale)
         return
-    unscale_new(stash.leaves, scaler, scaler.scale_on())
+    unscale_new(stash.leaves, scaler, scaler.current_scale())
     add_saved(stash.saved_by_script)
     if observer_state.observers:
         notify("on_unscaled_by_script", optimizer)

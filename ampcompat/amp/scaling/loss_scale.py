@@ -147,11 +147,11 @@ class MovingScale:
         self.clean_passes = torch.full((), self.written_clean_passes, dtype=torch.int32, device=device)
         return self.scale
 
-    def scale_on(self, device: torch.device | None = None) -> torch.Tensor:
-        """The current scale as a 0-dim float32 tensor on ``device``, or where it is; no host sync."""
+    def current_scale(self) -> torch.Tensor:
+        """The scale, where it is; on the CPU before the first loss. No host sync."""
         if self.scale is None:
-            return torch.full((), self.written_scale, dtype=torch.float32, device=device or "cpu")
-        return self.scale if device is None else self.scale.to(device, non_blocking=True)
+            return torch.full((), self.written_scale, dtype=torch.float32, device="cpu")
+        return self.scale
 
     # -- gradients -----------------------------------------------------------------------------------------------------
     def unscale_grads(self, grads: Any, scale: torch.Tensor | None = None) -> None:
@@ -266,7 +266,7 @@ class MovingScale:
 
     def scale_after_back_off(self) -> torch.Tensor:
         """The scale to print for a skipped step, back-off for delayed passes included. No host sync."""
-        scale = self.scale_on()
+        scale = self.current_scale()
         if not self.is_dynamic or self.delayed is None:
             return scale
         backed_off = (scale * self.backoff_factor).clamp(min=self.smallest)

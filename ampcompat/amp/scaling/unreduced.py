@@ -55,15 +55,14 @@ def bring_back(block: OpenBlock) -> None:
     if not holders:
         return
     block.brought = leaves_of(holders).part(block.leaves.ids())
-    scale = block.scale
     for master in block.brought.masters:
         if master.value.grad is not None:
-            master.half.grad = _scaled(master.value.grad, scale).to(master.dtype)
+            master.half.grad = _scaled(master.value.grad, block.scale).to(master.dtype)
     for param in block.brought.masterless:
         if param in block.saved:
-            param.grad = _scaled(block.saved[param], scale)
+            param.grad = _scaled(block.saved[param], block.scale)
     for holder in holders:
-        _rescale_kept(holder._amp_stash, block.brought, scale)
+        _rescale_kept(holder._amp_stash, block.brought, block.scale)
 
 
 def _scaled(grad: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -81,7 +80,7 @@ def _rescale_kept(stash: OptimizerState, brought: Leaves, scale: torch.Tensor | 
     stays within the normal range of its dtype.
     """
     before = stash.unreduced
-    if before is None or before.scale is scale:
+    if before is None or (before.scale is None and scale is None):
         return
     for grad in kept_by_wrappers(stash.leaves.part(brought.ids())):
         ratio = torch.ones((), dtype=torch.float32, device=grad.device)
