@@ -9,10 +9,10 @@ import torch
 
 from ampcompat import _torch
 from ampcompat.amp.half.devices import model_index
-from ampcompat.amp.scaling.exchange import inner_optimizers
+from ampcompat.amp.scaling.groups import inner_optimizers
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.open_blocks import OpenBlock
-from ampcompat.amp.scaling.optimizer_index import optimizer_index
+from ampcompat.amp.scaling.optimizer_state import optimizer_index
 
 #: The gradient of each tensor, by the id of the tensor, and its version.
 Gradients = dict[int, tuple[torch.Tensor, int]]

@@ -19,8 +19,7 @@ from ampcompat.amp.misuse.unknown_optimizers import Gradients, ScaledForNone
 from ampcompat.amp.observers import observer_state
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.open_blocks import OpenBlock, is_in_block
-from ampcompat.amp.scaling.optimizer_index import optimizer_index
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, optimizer_index
 
 #: How many blocks are watched for each loss: a hook on the loss takes a tenth of a millisecond of a backward pass.
 WATCHED = 16

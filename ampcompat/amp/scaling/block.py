@@ -59,13 +59,11 @@ from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.scaling import backward_methods
 from ampcompat.amp.scaling.adapter import adapter_state
 from ampcompat.amp.scaling.clearing import forget_overflows_if_cleared
-from ampcompat.amp.scaling.gradients import Overflow
 from ampcompat.amp.scaling.groups import look_up
 from ampcompat.amp.scaling.loss_scale import Transition
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.open_blocks import OpenBlock, block_state, leaves_of, open_block_of
-from ampcompat.amp.scaling.optimizer_index import optimizer_index
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, Overflow, optimizer_index
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.steps import report_arrived
 from ampcompat.amp.scaling.unreduced import (

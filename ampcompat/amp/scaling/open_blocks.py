@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ampcompat._state import Part, state
-from ampcompat.amp.scaling.gradients import Leaves
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizer
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, Leaves
 from ampcompat.amp.scaling.scaler import LossScaler
 
 

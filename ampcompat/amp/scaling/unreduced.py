@@ -17,10 +17,8 @@ import torch
 
 from ampcompat import _torch
 from ampcompat.amp.scaling.adapter import adapter_state
-from ampcompat.amp.scaling.gradients import Leaves, Overflow, Unreduced
 from ampcompat.amp.scaling.open_blocks import OpenBlock, leaves_of
-from ampcompat.amp.scaling.optimizer_index import optimizer_index
-from ampcompat.amp.scaling.optimizer_state import OptimizerState
+from ampcompat.amp.scaling.optimizer_state import Leaves, OptimizerState, Overflow, Unreduced, optimizer_index
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.unscaling import any_non_finite, entries_of
 

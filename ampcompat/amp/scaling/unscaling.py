@@ -31,8 +31,8 @@ from ampcompat._log import say
 from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.half.masters import Master
 from ampcompat.amp.scaling.adapter import Adapter, adapter_state
-from ampcompat.amp.scaling.gradients import Leaves
 from ampcompat.amp.scaling.open_blocks import OpenBlock
+from ampcompat.amp.scaling.optimizer_state import Leaves
 from ampcompat.amp.scaling.scaler import LossScaler
 
 HalfGradients = dict[Master, torch.Tensor]  # by the master that they belong to
