@@ -247,13 +247,8 @@ class Block(OpenBlock):
             for overflow in note_reduced(self, found_inf):
                 self._note_overflow(overflow)
         if self.transition is not Transition.AT_STEP:
-            self._make_delayed_transitions()
-
-    def _make_delayed_transitions(self) -> None:
-        """Make the transitions that earlier blocks have delayed."""
-        for optimizer in self.optimizers:
-            stash: OptimizerState = optimizer._amp_stash
-            if stash.delayed_scalers:
+            for optimizer in self.optimizers:
+                stash: OptimizerState = optimizer._amp_stash
                 stash.make_delayed_transitions()
                 stash.delayed_scalers.clear()
 

@@ -25,42 +25,6 @@ _DTYPE = attrgetter("dtype")
 _DEVICE_AND_DTYPE = attrgetter("device", "dtype")
 
 
-def move_scale_(
-    scale: torch.Tensor,
-    clean_passes: torch.Tensor,
-    found_inf: torch.Tensor,
-    *,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    smallest: float,
-    largest: float,
-    is_within_limits: bool = False,
-) -> None:
-    """Change ``scale`` and ``clean_passes`` to what follows a backward pass. No host sync.
-
-    Args:
-        scale: A 0-dim float32 tensor.
-        clean_passes: How many passes in a row had no overflow since the scale moved; a 0-dim int32 tensor next to
-            ``scale``.
-        found_inf: Not 0 if the pass overflowed; a 0-dim float32 tensor next to ``scale``.
-        growth_factor: More than 1.
-        backoff_factor: Less than 1.
-        growth_interval: Clean passes before growth.
-        smallest: The limit of back-off.
-        largest: The limit of growth.
-        is_within_limits: The caller knows that ``scale`` lies between the limits: one kernel then does what takes eight
-            for a scale that a script wrote past a limit, which stays there until it moves.
-    """
-    before = scale if is_within_limits else scale.clone()
-    _torch.update_scale_(scale, clean_passes, found_inf, growth_factor, backoff_factor, growth_interval)
-    if is_within_limits:
-        scale.clamp_(smallest, largest)
-        return
-    moved = torch.where(scale > before, scale.clamp(max=largest), scale)
-    scale.copy_(torch.where(moved < before, moved.clamp(min=smallest), moved))
-
-
 class Transition(Enum):
     """When a backward pass moves the scale: at the end of its block, or later.
 
@@ -214,20 +178,29 @@ class MovingScale:
         if when is not Transition.NOW:
             self._delay(flag, when)
             return flag
-        move_scale_(
-            self.scale,  # type: ignore[arg-type] # made, at the latest, by ``note_pass``
-            self.clean_passes,  # type: ignore[arg-type] # made with the scale
-            flag if self.delayed is None else torch.maximum(flag, self.delayed.found_inf),
-            growth_factor=self.growth_factor,
-            backoff_factor=self.backoff_factor,
-            growth_interval=self.growth_interval,
-            smallest=self.smallest,
-            largest=self.largest,
-            # The host notes the scale anew where a script writes a limit; every later scale is within the limits, too.
-            is_within_limits=self.smallest <= self.written_scale <= self.largest,
-        )
+        self._move(flag if self.delayed is None else torch.maximum(flag, self.delayed.found_inf))
         self.delayed = None
         return flag
+
+    def _move(self, found_inf: torch.Tensor) -> None:
+        """Back off where ``found_inf`` is set, else count a clean pass, and grow after enough of them. No host sync.
+
+        ``scale`` and ``clean_passes``, which are made, change in place.
+        """
+        scale: torch.Tensor = self.scale  # type: ignore[assignment] # see above
+        clean_passes: torch.Tensor = self.clean_passes  # type: ignore[assignment] # made with the scale
+        # The host notes the scale anew where a script writes a limit; every later scale is within the limits, too.
+        is_within_limits = self.smallest <= self.written_scale <= self.largest
+        before = scale if is_within_limits else scale.clone()
+        _torch.update_scale_(
+            scale, clean_passes, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval
+        )
+        if is_within_limits:
+            scale.clamp_(self.smallest, self.largest)
+            return
+        # A scale that a script wrote past a limit stays there until it moves.
+        moved = torch.where(scale > before, scale.clamp(max=self.largest), scale)
+        scale.copy_(torch.where(moved < before, moved.clamp(min=self.smallest), moved))
 
     def _delay(self, flag: torch.Tensor, when: Transition) -> None:
         """Leave a pass with this ``flag`` to the next transition, which counts its overflow."""

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import amp
 from ampcompat.amp.scaler import LossScaler
-from ampcompat.amp.scaling.loss_scale import FLOOR, move_scale_
+from ampcompat.amp.scaling.loss_scale import FLOOR, MovingScale
 
 CPU = torch.device("cpu")
 
@@ -75,23 +75,24 @@ def test_transition_table(scale, unskipped, overflow, want):
     assert scaler._has_overflow is overflow
 
 
-LIMITS = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "smallest": 2.0, "largest": 64.0}
-
-
 @pytest.mark.parametrize("overflow", [False, True])
 @pytest.mark.parametrize("unskipped", [0, 2])
 @pytest.mark.parametrize("scale", [2.0, 3.0, 8.0, 48.0, 64.0, 128.0])
 def test_one_transition(scale, unskipped, overflow):
-    """For a scale within the limits, ``move_scale_`` takes few kernels."""
+    """For a scale that the host knows to be within the limits, a move takes few kernels."""
     reference = Reference(scale, 3, 2.0, 64.0, unskipped)
     reference.update(overflow)
     want = reference.scale, reference.unskipped
     found_inf = torch.tensor(float(overflow))
     for is_within_limits in {False, scale <= 64.0}:
-        moved, counted = torch.tensor(scale), torch.tensor(unskipped, dtype=torch.int32)
+        moving = MovingScale(growth_factor=2.0)
+        moving.is_dynamic = True
+        moving.growth_interval, moving.smallest, moving.largest = 3, 2.0, 64.0
+        moving.written_scale = scale if is_within_limits else 1.0
+        moving.scale, moving.clean_passes = torch.tensor(scale), torch.tensor(unskipped, dtype=torch.int32)
         with Counter() as counter:
-            move_scale_(moved, counted, found_inf, is_within_limits=is_within_limits, **LIMITS)
-        assert (moved.item(), counted.item(), found_inf.item()) == (*want, float(overflow))
+            moving.adjust(found_inf)
+        assert (moving.scale.item(), moving.clean_passes.item(), found_inf.item()) == (*want, float(overflow))
         assert counter.syncs == 0
         assert not is_within_limits or counter.ops == 2
 
