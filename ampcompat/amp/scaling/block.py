@@ -52,8 +52,7 @@ from __future__ import annotations
 import torch
 
 from ampcompat import _torch
-from ampcompat.amp.casts.ambience import apply_ambient_casts
-from ampcompat.amp.casts.contexts import cast_state
+from ampcompat.amp.casts.ambience import follow_ambient_casts
 from ampcompat.amp.hints import add_hint
 from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.scaling import backward_methods
@@ -95,6 +94,7 @@ class Block(OpenBlock):
         loss: The script's loss, until it is scaled.
         transition: When the scale moves.
         entered: Whether it was entered.
+        needs_scale: Whether its loss is multiplied by the scale.
         has_own_methods: Whether a script has put methods of its own on an optimizer, where apex's saved and unscaled.
     """
 
@@ -105,6 +105,7 @@ class Block(OpenBlock):
         self.loss = loss
         self.transition = transition
         self.entered = False
+        self.needs_scale = False
         self.has_own_methods = False
 
     # -- entry ---------------------------------------------------------------------------------------------------------
@@ -117,14 +118,8 @@ class Block(OpenBlock):
                 " optimizer) for each."
             )
         self.entered = True
-        device_types = cast_state.device_types
-        if device_types and torch.is_autocast_enabled(device_types[0]) != (cast_state.ambient is not None):
-            apply_ambient_casts()
-        for optimizer in self.optimizers:
-            look_up(optimizer)
-        self.leaves = leaves_of(self.optimizers)
-        needs_scale = not self.scaler.is_one or self._has_flags()
-        self.is_plain = not needs_scale and not self._has_masters()
+        follow_ambient_casts()
+        self._find_leaves()
         if block_state.open_blocks:
             _refuse_inside_another(self)
         if observer_state.observers:
@@ -132,8 +127,6 @@ class Block(OpenBlock):
             notify("on_block", self)
         block_state.open_blocks.append(self)
         try:
-            if needs_scale:
-                self.scale = self.scaler.copy_on(self.loss.device)
             if not self.is_plain:
                 self._begin()
             return self._multiply()
@@ -142,6 +135,14 @@ class Block(OpenBlock):
             self._undo_begin()
             self._tell_undone()
             raise
+
+    def _find_leaves(self) -> None:
+        """Find the tensors that get gradients, and whether anything is to be done about these."""
+        for optimizer in self.optimizers:
+            look_up(optimizer)
+        self.leaves = leaves_of(self.optimizers)
+        self.needs_scale = not self.scaler.is_one or self._has_flags()
+        self.is_plain = not self.needs_scale and not self._has_masters()
 
     def _has_flags(self) -> bool:
         """Whether steps of its optimizers wait for the flags of other scalers: then :meth:`_begin` has to look."""
@@ -157,7 +158,9 @@ class Block(OpenBlock):
         return False
 
     def _begin(self) -> None:
-        """Make room for the gradients of the backward pass."""
+        """Take the scale, and make room for the gradients of the backward pass."""
+        if self.needs_scale:
+            self.scale = self.scaler.copy_on(self.loss.device)
         # What scripts, earlier blocks and steps have left.
         if len(optimizer_index.live) > 1:
             for other in optimizer_index.listed():
