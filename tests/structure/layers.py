@@ -63,7 +63,7 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
         ),
         *("optimizer", "checkpoint"),
     ),
-    "misuse": ("half_gradients", "unknown_optimizers", "watch"),
+    "misuse": ("rule", "half_gradients", "unknown_optimizers", "block_rules", "step_rules", "watch"),
 }
 #: Modules outside ``amp`` that every module of it may import.
 SHARED: Final = frozenset(("_state", "_torch", "_types", "_log"))
