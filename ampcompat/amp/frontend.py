@@ -23,8 +23,8 @@ from ampcompat.amp.half.casting import cast_weights
 from ampcompat.amp.half.devices import model_index
 from ampcompat.amp.half.forward import ModelPolicy
 from ampcompat.amp.half.keep_fp32 import select
-from ampcompat.amp.half.masters import watch_torch
 from ampcompat.amp.half.model_class import set_policy
+from ampcompat.amp.half.torch_events import watch_writes
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.levels import LEVELS
 from ampcompat.amp.misuse.watch import watch_more
@@ -354,7 +354,7 @@ def _take_over(session: Session, objects: _Objects) -> None:
         ddp.install()
         begin_casts(session)
         if session.policy.master_weights:
-            watch_torch()
+            watch_writes()
         watch_modules()
         if session.policy.master_weights or not all(scaler.is_one for scaler in session.scalers):
             watch_more(len(session.scalers))

@@ -37,7 +37,7 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
         *("cpu_convolution", "installation", "registration", "ambience"),
     ),
     "half": (
-        *("masters", "record", "saving", "casting"),
+        *("masters", "torch_events", "record", "saving", "casting"),
         *("devices", "forward", "model_class", "keep_fp32", "boundary", "unwrap"),
     ),
     "scaling": (
