@@ -22,6 +22,7 @@ from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, Leaves, OptimizerState, optimizer_index
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session, call_state
+from ampcompat.amp.scaling.unscaling import drop_cleared
 
 
 @_torch.eager
@@ -84,9 +85,7 @@ def follow_groups(unscaled: Set[int] = frozenset()) -> None:
         stash = optimizer._amp_stash
         if _is_up_to_date(optimizer, stash):
             continue
-        for master in stash.leaves.masters:  # one that leaves may come back, when a later block has given it another
-            if master.grad_shown and master.half.grad is None:
-                master.drop_gradient()
+        drop_cleared(stash.leaves.masters)  # one that leaves may come back, when a later block has given it another
         _look_up_anew(optimizer)
         if stash.session.has_scaled:
             stash.checks_gradients = True  # an overflow may have left gradients of what it holds now
