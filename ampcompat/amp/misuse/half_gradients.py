@@ -20,10 +20,10 @@ class EditedHalfGradients(Rule):
     """Half gradients that a script has written after their block."""
 
     def __init__(self) -> None:
-        self._half_gradients: weakref.WeakKeyDictionary[AmpOptimizer, HalfGradients] = weakref.WeakKeyDictionary()
+        self._left: weakref.WeakKeyDictionary[AmpOptimizer, _LeftGradients] = weakref.WeakKeyDictionary()
 
-    def _of(self, optimizer: AmpOptimizer) -> HalfGradients:
-        return self._half_gradients.setdefault(optimizer, HalfGradients())
+    def _of(self, optimizer: AmpOptimizer) -> _LeftGradients:
+        return self._left.setdefault(optimizer, _LeftGradients())
 
     def on_block(self, block: OpenBlock) -> None:
         """Look before the block takes them out of the model."""
@@ -35,8 +35,8 @@ class EditedHalfGradients(Rule):
         """Remember what ``block`` has left, in the place of what earlier ones have."""
         if block.has_new_grads is None:  # gradients are left to torch
             return
-        for half_gradients in self._half_gradients.values():
-            half_gradients.forget(block.leaves.masters)  # of others that share them
+        for left in self._left.values():
+            left.forget(block.leaves.masters)  # of others that share them
         for optimizer in block.optimizers:
             self._of(optimizer).remember(optimizer._amp_stash.leaves.masters)
 
@@ -45,7 +45,7 @@ class EditedHalfGradients(Rule):
         self._of(optimizer).look()
 
 
-class HalfGradients:
+class _LeftGradients:
     """What blocks have left in the half gradients of one optimizer.
 
     Host syncs: only to tell a gradient that was zeroed from one that was edited.
