@@ -18,7 +18,7 @@ from ampcompat.amp.half.masters import master_of as master_of
 from ampcompat.amp.half.record import masters_by_name as masters_by_name
 from ampcompat.amp.half.record import masters_of as masters_of
 from ampcompat.amp.misuse import watch
-from ampcompat.amp.misuse.watch import Watch
+from ampcompat.amp.misuse.rule import Rule
 from ampcompat.amp.observers import observer_state
 from ampcompat.amp.scaling.open_blocks import block_state, open_block_of
 from ampcompat.amp.scaling.session import call_state
@@ -82,7 +82,7 @@ def device_types_with_rules():
 
 def observers():
     """The tools that are called with losses, gradients and steps; not amp's own watch over the first blocks."""
-    return [observer for observer in observer_state.observers if not isinstance(observer, Watch)]
+    return [observer for observer in observer_state.observers if not isinstance(observer, Rule)]
 
 
 def has_policy(module):
@@ -132,7 +132,7 @@ def overflow_flags(optimizer):
 
 def is_watched():
     """Whether mistakes are looked for: in the first blocks."""
-    return any(isinstance(observer, Watch) for observer in observer_state.observers)
+    return any(isinstance(observer, Rule) for observer in observer_state.observers)
 
 
 def end_watch():

@@ -94,10 +94,17 @@ STATE_CHANGES: Final = Table(
         ("`backward`", "-", "-", "-", "`half.grad`: scaled"),
         (
             "block ends",
-            "`last_pass`: the flag; `scale`: a new tensor; `clean_passes`: one more, or 0, a new tensor",
+            "`last_pass`: the flag; `clean_passes`: one more",
             "`overflows`: the flag added",
             "`open_blocks`: this one removed",
             "`value.grad`: the sum, unscaled; `grad_shown`: True",
+        ),
+        (
+            "block ends, overflow",
+            "`last_pass`: the flag; `scale`: half of it; `clean_passes`: 0",
+            "`overflows`: the flag added",
+            "`open_blocks`: this one removed",
+            "`value.grad`: the sum, with inf or NaN; `grad_shown`: True",
         ),
         (
             "`step`, made",

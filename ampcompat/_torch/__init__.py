@@ -35,7 +35,7 @@ from ampcompat._torch.arithmetic import (
     is_window,
     sum_of,
     unscale_and_check_,
-    updated_scale,
+    update_scale_,
     widened,
     without_grad,
 )

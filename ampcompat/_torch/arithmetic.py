@@ -47,9 +47,8 @@ foreach_sub_ = torch._foreach_sub_
 fused_adam_ = torch._fused_adam_
 fused_adamw_ = torch._fused_adamw_
 fused_sgd_ = torch._fused_sgd_
-#: ``(scale, tracker, found_inf, growth, backoff, interval)``: the scale and the tracker that ``GradScaler.update``
-#: would leave, as new tensors on their device.
-updated_scale = torch.ops.aten._amp_update_scale.default
+#: ``(scale, tracker, found_inf, growth, backoff, interval)``: changes scale and tracker as ``GradScaler.update`` does.
+update_scale_ = torch._amp_update_scale_
 
 
 Tensors = tuple[torch.Tensor, ...] | list[torch.Tensor]

@@ -23,21 +23,20 @@ from ampcompat.amp.half.casting import cast_weights
 from ampcompat.amp.half.devices import model_index
 from ampcompat.amp.half.forward import ModelPolicy
 from ampcompat.amp.half.keep_fp32 import select
-from ampcompat.amp.half.masters import watch_torch
 from ampcompat.amp.half.model_class import set_policy
+from ampcompat.amp.half.torch_events import watch_writes
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.levels import LEVELS
 from ampcompat.amp.misuse.watch import watch_more
 from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.options import check_keywords
 from ampcompat.amp.properties import Properties, read_properties
-from ampcompat.amp.scaling import attachment, checkpoint
+from ampcompat.amp.scaling import checkpoint
 from ampcompat.amp.scaling.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.scaling.clearing import watch_modules
-from ampcompat.amp.scaling.exchange import model_tensor
-from ampcompat.amp.scaling.groups import calls_shown, follow_groups, scalers_shown
-from ampcompat.amp.scaling.optimizer_index import optimizer_index
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizer
+from ampcompat.amp.scaling.groups import calls_shown, follow_groups, model_tensor, scalers_shown
+from ampcompat.amp.scaling.optimizer import attach, detach
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, optimizer_index
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session, call_state
 from ampcompat.amp.session_casts import begin_casts, release_casts
@@ -347,7 +346,7 @@ def _take_over(session: Session, objects: _Objects) -> None:
     for optimizer in objects.optimizers:
         if session.enabled:
             wrapped.wrap(optimizer)
-            attachment.attach(optimizer, session, AmpOptimizerState)
+            attach(optimizer, session, AmpOptimizerState)
         else:
             _release_optimizer(optimizer)
     follow_groups(newcomers)
@@ -355,7 +354,7 @@ def _take_over(session: Session, objects: _Objects) -> None:
         ddp.install()
         begin_casts(session)
         if session.policy.master_weights:
-            watch_torch()
+            watch_writes()
         watch_modules()
         if session.policy.master_weights or not all(scaler.is_one for scaler in session.scalers):
             watch_more(len(session.scalers))
@@ -418,5 +417,5 @@ def _hold_one_another(models: Modules) -> bool:
 def _release_optimizer(optimizer: AmpOptimizer) -> None:
     """Take ``optimizer`` out of amp, if it is under it; ``scale_loss`` does nothing with it from now on."""
     if "_amp_stash" in vars(optimizer):
-        attachment.detach(optimizer)
+        detach(optimizer)
     optimizer_index.disabled[optimizer] = None

@@ -12,7 +12,7 @@ from ampcompat.amp._amp_state import master_params
 from ampcompat.amp._process_optimizer import AmpOptimizerState
 from ampcompat.amp.adapters import wrapped
 from ampcompat.amp.casts.contexts import cast_state, disable_casts
-from ampcompat.amp.scaling import attachment as _attachment
+from ampcompat.amp.scaling.optimizer import attach as _attach
 from ampcompat.amp.scaling.scale_loss import scale_loss
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import DISABLED, Session
@@ -49,7 +49,7 @@ class AmpHandle:
             session.scalers.append(LossScaler(session.properties.loss_scale, loss_id=len(session.scalers)))
         if "_amp_stash" not in vars(optimizer):
             wrapped.wrap(optimizer)
-            _attachment.attach(optimizer, session, AmpOptimizerState)
+            _attach(optimizer, session, AmpOptimizerState)
 
     def _scale_loss(self, loss: torch.Tensor, optimizer: Any, loss_id: int) -> AbstractContextManager[torch.Tensor]:
         self._put_under_amp(optimizer, loss_id + 1)

@@ -40,9 +40,9 @@ def update_scale_hysteresis(
     overflowed = found_inf.reshape(hysteresis_tracker.shape) > 0
     remaining = hysteresis_tracker - overflowed.to(hysteresis_tracker.dtype)
     is_tolerated = overflowed & (remaining > 0)
-    scale, clean_steps = _torch.updated_scale(
-        current_scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval
-    )
+    scale = current_scale.clone()
+    clean_steps = growth_tracker.clone()
+    _torch.update_scale_(scale, clean_steps, found_inf, growth_factor, backoff_factor, growth_interval)
     current_scale.copy_(torch.where(is_tolerated.reshape(current_scale.shape), current_scale, scale))
     growth_tracker.copy_(torch.where(is_tolerated.reshape(growth_tracker.shape), 0, clean_steps))
     hysteresis_tracker.copy_(torch.where(overflowed, remaining, hysteresis))

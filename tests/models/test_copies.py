@@ -174,6 +174,26 @@ def test_saved_whole_and_loaded_in_a_fresh_process(tmp_path):
         assert all(torch.equal(got["state"][name], value) for name, value in state.items()), path.name
 
 
+WRITES_THROUGH_DATA = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+import nets
+model = torch.load(sys.argv[2], weights_only=False)
+model.head.weight.data.fill_(0.5)
+sys.exit(0 if (model.state_dict()["head.weight"] == 0.5).all() else "the write was not seen")
+"""
+
+
+@pytest.mark.on_cpu
+def test_a_write_through_data_is_seen_in_a_fresh_process(tmp_path):
+    model, _ = made(level="O2")
+    path = tmp_path / "model.pt"
+    torch.save(model, path)
+    arguments = ["-c", WRITES_THROUGH_DATA, Path(__file__).parent, path]
+    run = run_python(arguments, env={**os.environ, "PYTHONPATH": PATH_WITH_TESTS})
+    assert run.returncode == 0, run.stderr
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_data_parallel_replicas_compute_the_same(level):
     import threading

@@ -37,7 +37,7 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
         *("cpu_convolution", "installation", "registration", "ambience"),
     ),
     "half": (
-        *("masters", "record", "saving", "casting"),
+        *("masters", "torch_events", "record", "saving", "casting"),
         *("devices", "forward", "model_class", "keep_fp32", "boundary", "unwrap"),
     ),
     "scaling": (
@@ -47,10 +47,7 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
             "scaler",
             "session",
             "adapter",
-            "gradients",
-            "exchange",
             "optimizer_state",
-            "optimizer_index",
             "open_blocks",
             "unscaling",
         ),
@@ -64,9 +61,9 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
             "block",
             "scale_loss",
         ),
-        *("optimizer", "attachment", "checkpoint"),
+        *("optimizer", "checkpoint"),
     ),
-    "misuse": ("half_gradients", "unknown_optimizers", "watch"),
+    "misuse": ("rule", "half_gradients", "unknown_optimizers", "block_rules", "step_rules", "watch"),
 }
 #: Modules outside ``amp`` that every module of it may import.
 SHARED: Final = frozenset(("_state", "_torch", "_types", "_log"))

@@ -19,7 +19,7 @@ from ampcompat import _torch
 from ampcompat._state import Part, state
 from ampcompat.amp.half.masters import align_written, master_of
 from ampcompat.amp.scaling.adapter import Adapter, use
-from ampcompat.amp.scaling.optimizer_index import optimizer_index
+from ampcompat.amp.scaling.optimizer_state import optimizer_index
 
 
 @dataclass(eq=False)

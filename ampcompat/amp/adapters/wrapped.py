@@ -20,7 +20,7 @@ from typing import Any
 from ampcompat import _torch
 from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.properties import Properties
-from ampcompat.amp.scaling.exchange import inner_optimizers
+from ampcompat.amp.scaling.groups import inner_optimizers
 from ampcompat.amp.scaling.optimizer import step
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer
 

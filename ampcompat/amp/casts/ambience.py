@@ -123,6 +123,13 @@ def _state_outside_of_regions() -> Saved:
     return Saved(tuple(devices), cache=True)
 
 
+def follow_ambient_casts() -> None:
+    """As :func:`apply_ambient_casts`, where a look at the first device type tells that they are not in force."""
+    device_types = cast_state.device_types
+    if device_types and torch.is_autocast_enabled(device_types[0]) != (cast_state.ambient is not None):
+        apply_ambient_casts()
+
+
 def apply_ambient_casts() -> None:
     """Set the ambient casts again, where nothing else is in force in this thread.
 

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat.amp.half.masters import Master, align_all, master_index, master_of
+from ampcompat.amp.half.torch_events import watch_copies
 
 #: Where the record is: ``module.__dict__[ATTRIBUTE]``.
 ATTRIBUTE = "_amp_half_weights"
@@ -36,6 +37,14 @@ class HalfWeights:
     has_masters: bool
     masters: dict[str, Master] = field(default_factory=dict)
     hooks: list[RemovableHandle] = field(default_factory=list)
+
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        """Take the attributes of the record whose copy this is: a deepcopy, or an unpickled one."""
+        _, attributes = state
+        for name, value in attributes.items():
+            setattr(self, name, value)
+        if self.masters:
+            watch_copies()
 
 
 # -- the record of a module --------------------------------------------------------------------------------------------

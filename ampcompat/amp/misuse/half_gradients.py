@@ -2,17 +2,50 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
 
 from ampcompat import _torch
 from ampcompat.amp.half.masters import Master
+from ampcompat.amp.misuse.rule import Rule
 from ampcompat.amp.scaling.mistakes import warn_of
+from ampcompat.amp.scaling.open_blocks import OpenBlock
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer
 from ampcompat.amp.scaling.unscaling import entries_of
 
 
-class HalfGradients:
+class EditedHalfGradients(Rule):
+    """Half gradients that a script has written after their block."""
+
+    def __init__(self) -> None:
+        self._left: weakref.WeakKeyDictionary[AmpOptimizer, _LeftGradients] = weakref.WeakKeyDictionary()
+
+    def _of(self, optimizer: AmpOptimizer) -> _LeftGradients:
+        return self._left.setdefault(optimizer, _LeftGradients())
+
+    def on_block(self, block: OpenBlock) -> None:
+        """Look before the block takes them out of the model."""
+        if not block.is_plain:
+            for optimizer in block.optimizers:
+                self._of(optimizer).look()
+
+    def on_block_end(self, block: OpenBlock) -> None:
+        """Remember what ``block`` has left, in the place of what earlier ones have."""
+        if block.has_new_grads is None:  # gradients are left to torch
+            return
+        for left in self._left.values():
+            left.forget(block.leaves.masters)  # of others that share them
+        for optimizer in block.optimizers:
+            self._of(optimizer).remember(optimizer._amp_stash.leaves.masters)
+
+    def before_step(self, optimizer: AmpOptimizer) -> None:
+        """Look before the step drops the gradients of masters."""
+        self._of(optimizer).look()
+
+
+class _LeftGradients:
     """What blocks have left in the half gradients of one optimizer.
 
     Host syncs: only to tell a gradient that was zeroed from one that was edited.

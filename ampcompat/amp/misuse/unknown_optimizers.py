@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 
 from ampcompat import _torch
+from ampcompat._state import state
 from ampcompat.amp.half.devices import model_index
-from ampcompat.amp.scaling.exchange import inner_optimizers
+from ampcompat.amp.misuse.rule import Rule
+from ampcompat.amp.scaling.groups import inner_optimizers
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.open_blocks import OpenBlock
-from ampcompat.amp.scaling.optimizer_index import optimizer_index
+from ampcompat.amp.scaling.optimizer_state import optimizer_index
 
 #: The gradient of each tensor, by the id of the tensor, and its version.
 Gradients = dict[int, tuple[torch.Tensor, int]]
@@ -38,7 +41,7 @@ class _Scaled(NamedTuple):
         return self.scale.item() != 1
 
 
-class ScaledForNone:
+class ScaledForNone(Rule):
     """Gradients that blocks have given to models under amp, in tensors that no optimizer under amp steps.
 
     Blocks unscale the gradients of their optimizers: these stay multiplied by the loss scale. So do those of half
@@ -47,14 +50,29 @@ class ScaledForNone:
 
     def __init__(self) -> None:
         self._scaled: dict[int, _Scaled] = {}  # by the id of the tensor; that of the gradient tells whether it is valid
+        self._before: dict[OpenBlock, Gradients] = {}
+        self._hooks = ExitStack()
+        _torch.call_before_steps(self._look, self._hooks)
+        state.undo.callback(self.end)
 
-    def before(self) -> Gradients:
-        """The gradients of tensors that no optimizer under amp holds, before a backward pass."""
-        return {id(param): (param.grad, param.grad._version) for param in _held_by_none() if param.grad is not None}
+    def end(self) -> None:
+        """Take the hook on steps away."""
+        self._hooks.close()
 
-    def after(self, block: OpenBlock, before: Gradients) -> None:
+    def on_scaled_loss(self, block: OpenBlock, scaled: torch.Tensor) -> None:
+        """Remember the gradients of tensors that no optimizer under amp holds, before a backward pass."""
+        self._before[block] = {
+            id(param): (param.grad, param.grad._version) for param in _held_by_none() if param.grad is not None
+        }
+
+    def on_block_undone(self, block: OpenBlock) -> None:
+        """Forget ``block``."""
+        self._before.pop(block, None)
+
+    def on_block_end(self, block: OpenBlock) -> None:
         """Note those that ``block`` has given since."""
-        if block.scale is None:
+        before = self._before.pop(block, None)
+        if before is None or block.scale is None:
             return
         for param in _held_by_none():
             grad = param.grad
@@ -66,7 +84,7 @@ class ScaledForNone:
             if grad is not None:
                 self._scaled[id(master.half)] = _Scaled(weakref.ref(grad), grad._version, block.scale)
 
-    def look(self, optimizer: Any) -> None:
+    def _look(self, optimizer: Any) -> None:
         """Warn if ``optimizer``, which begins a step, uses one of them, and does not step by one that amp knows."""
         if torch.compiler.is_compiling() or not self._scaled or "_amp_stash" in vars(optimizer):
             return

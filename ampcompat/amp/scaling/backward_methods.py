@@ -10,10 +10,9 @@ from collections.abc import Callable
 
 from ampcompat import _torch
 from ampcompat.amp.observers import notify, observer_state
-from ampcompat.amp.scaling.gradients import Leaves
 from ampcompat.amp.scaling.groups import look_up
 from ampcompat.amp.scaling.open_blocks import OpenBlock, ScriptsPart, open_block_of
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, Leaves, OptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.unscaling import add_saved, save_grads, unscale_new
 
@@ -45,7 +44,7 @@ def post_amp_backward(optimizer: AmpOptimizer, scaler: LossScaler) -> None:
         leaves = stash.leaves if block.scripts_part is None else block.scripts_part.leaves
         unscale_new(leaves, scaler, block.scale)
         return
-    unscale_new(stash.leaves, scaler, scaler.scale_on())
+    unscale_new(stash.leaves, scaler, scaler.current_scale())
     add_saved(stash.saved_by_script)
     if observer_state.observers:
         notify("on_unscaled_by_script", optimizer)

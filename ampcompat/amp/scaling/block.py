@@ -52,20 +52,17 @@ from __future__ import annotations
 import torch
 
 from ampcompat import _torch
-from ampcompat.amp.casts.ambience import apply_ambient_casts
-from ampcompat.amp.casts.contexts import cast_state
+from ampcompat.amp.casts.ambience import follow_ambient_casts
 from ampcompat.amp.hints import add_hint
 from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.scaling import backward_methods
 from ampcompat.amp.scaling.adapter import adapter_state
 from ampcompat.amp.scaling.clearing import forget_overflows_if_cleared
-from ampcompat.amp.scaling.gradients import Leaves, Overflow
 from ampcompat.amp.scaling.groups import look_up
 from ampcompat.amp.scaling.loss_scale import Transition
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.open_blocks import OpenBlock, block_state, leaves_of, open_block_of
-from ampcompat.amp.scaling.optimizer_index import optimizer_index
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, Overflow, optimizer_index
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.steps import report_arrived
 from ampcompat.amp.scaling.unreduced import (
@@ -97,16 +94,18 @@ class Block(OpenBlock):
         loss: The script's loss, until it is scaled.
         transition: When the scale moves.
         entered: Whether it was entered.
+        needs_scale: Whether its loss is multiplied by the scale.
         has_own_methods: Whether a script has put methods of its own on an optimizer, where apex's saved and unscaled.
     """
 
     def __init__(
         self, loss: torch.Tensor, optimizers: list[AmpOptimizer], scaler: LossScaler, transition: Transition
     ) -> None:
-        super().__init__(Leaves(), scaler, optimizers)
+        super().__init__(scaler, optimizers)
         self.loss = loss
         self.transition = transition
         self.entered = False
+        self.needs_scale = False
         self.has_own_methods = False
 
     # -- entry ---------------------------------------------------------------------------------------------------------
@@ -119,19 +118,10 @@ class Block(OpenBlock):
                 " optimizer) for each."
             )
         self.entered = True
-        device_types = cast_state.device_types
-        if device_types and torch.is_autocast_enabled(device_types[0]) != (cast_state.ambient is not None):
-            apply_ambient_casts()
-        # Which tensors, and what is to be done about them?
-        for optimizer in self.optimizers:
-            look_up(optimizer)
-        only_one = len(self.optimizers) == 1
-        self.leaves = self.optimizers[0]._amp_stash.leaves if only_one else leaves_of(self.optimizers)
-        needs_scale = not self.scaler.is_one or self._has_flags()
-        self.is_plain = not needs_scale and not self._has_masters()
+        follow_ambient_casts()
+        self._find_leaves()
         if block_state.open_blocks:
             _refuse_inside_another(self)
-        # The block begins.
         if observer_state.observers:
             notify("on_scale_loss", self.loss, self.scaler, self.optimizers)
             notify("on_block", self)
@@ -139,12 +129,20 @@ class Block(OpenBlock):
         try:
             if not self.is_plain:
                 self._begin()
-            return self._multiply() if needs_scale else self.loss.float()
+            return self._multiply()
         except BaseException:
             block_state.open_blocks.remove(self)
             self._undo_begin()
             self._tell_undone()
             raise
+
+    def _find_leaves(self) -> None:
+        """Find the tensors that get gradients, and whether anything is to be done about these."""
+        for optimizer in self.optimizers:
+            look_up(optimizer)
+        self.leaves = leaves_of(self.optimizers)
+        self.needs_scale = not self.scaler.is_one or self._has_flags()
+        self.is_plain = not self.needs_scale and not self._has_masters()
 
     def _has_flags(self) -> bool:
         """Whether steps of its optimizers wait for the flags of other scalers: then :meth:`_begin` has to look."""
@@ -160,7 +158,9 @@ class Block(OpenBlock):
         return False
 
     def _begin(self) -> None:
-        """Make room for the gradients of the backward pass."""
+        """Take the scale, and make room for the gradients of the backward pass."""
+        if self.needs_scale:
+            self.scale = self.scaler.copy_on(self.loss.device)
         # What scripts, earlier blocks and steps have left.
         if len(optimizer_index.live) > 1:
             for other in optimizer_index.listed():
@@ -181,11 +181,12 @@ class Block(OpenBlock):
             bring_back(self)
 
     def _multiply(self) -> torch.Tensor:
-        """Return the loss times the scale, which the end divides by."""
-        scaler = self.scaler
-        scaled = scaler.scale_loss(self.loss)
-        self.scale = scaler.scale
-        if not scaler.is_one:
+        """Return the loss times the scale, in float32."""
+        loss = self.loss.float()
+        if self.scale is None:
+            return loss
+        scaled = loss * self.scale
+        if not self.scaler.is_one:
             for optimizer in self.optimizers:
                 optimizer._amp_stash.session.has_scaled = True
         del self.loss  # so that it is freed when the script drops it
@@ -241,44 +242,26 @@ class Block(OpenBlock):
             note_unreduced(self)
             return
         found_inf = self.scaler.take_found_inf()
-        overflows = self._adjust_scaler(found_inf)
+        flag = self.scaler.adjust(found_inf, self.transition)
+        if flag is not None:
+            delayed = self.scaler.delayed if self.transition is Transition.BY_SCRIPT else None
+            self._note_overflow(Overflow(self.scaler, flag, delayed))
         if adapter_state.adapters:
-            overflows += note_reduced(self, found_inf)
+            for overflow in note_reduced(self, found_inf):
+                self._note_overflow(overflow)
         if self.transition is not Transition.AT_STEP:
-            self._make_delayed_transitions()
-        self._note_overflows(overflows)
-
-    def _adjust_scaler(self, found_inf: torch.Tensor | None) -> list[Overflow]:
-        """Make the scaler's transition, or leave it to a later one; return what steps of the optimizers are to note.
-
-        Nothing where the scale does not move.
-        """
-        scaler = self.scaler
-        if self.scale is None:  # a static scale of one
-            if self.transition is Transition.NOW:
-                scaler.count_clean_pass()
-            return []
-        flag = scaler.adjust(found_inf, self.transition)
-        if flag is None:
-            return []
-        return [Overflow(scaler, flag, scaler.delayed if self.transition is Transition.BY_SCRIPT else None)]
-
-    def _make_delayed_transitions(self) -> None:
-        """Make the transitions that earlier blocks have delayed."""
-        for optimizer in self.optimizers:
-            stash: OptimizerState = optimizer._amp_stash
-            if stash.delayed_scalers:
+            for optimizer in self.optimizers:
+                stash: OptimizerState = optimizer._amp_stash
                 stash.make_delayed_transitions()
                 stash.delayed_scalers.clear()
 
-    def _note_overflows(self, overflows: list[Overflow]) -> None:
-        """Note ``overflows`` in the optimizers, and have others check that hold a leaf of the block, too."""
-        stashes = [optimizer._amp_stash for optimizer in self.optimizers]
-        for overflow in overflows:
-            for stash in stashes:
-                stash.note_overflow(overflow)
-        if overflows and any(stash.shared for stash in stashes):
-            self._make_other_holders_check()
+    def _note_overflow(self, overflow: Overflow) -> None:
+        """Note ``overflow`` in the optimizers, and have others check that hold a leaf of the block, too."""
+        for optimizer in self.optimizers:
+            stash: OptimizerState = optimizer._amp_stash
+            stash.note_overflow(overflow)
+            if stash.shared:
+                self._make_other_holders_check()
 
     def _make_other_holders_check(self) -> None:
         """Make other optimizers that hold a leaf of the block look at their gradients before they step.

@@ -16,8 +16,7 @@ from ampcompat._state import state
 from ampcompat.amp.half.masters import Master, master_of
 from ampcompat.amp.scaling.groups import look_up
 from ampcompat.amp.scaling.open_blocks import block_state
-from ampcompat.amp.scaling.optimizer_index import optimizer_index
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, optimizer_index
 from ampcompat.amp.scaling.unscaling import drop_cleared, drop_unreduced
 
 

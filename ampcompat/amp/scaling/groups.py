@@ -1,19 +1,28 @@
-"""Which tensors each optimizer under amp holds, and shares with others: looked up anew where groups have changed."""
+"""Which tensors each optimizer under amp holds, and shares with others: looked up anew where groups have changed.
+
+Where a half weight has a float32 master, the master stands in its place in the param groups.
+"""
 
 from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Set
+from collections.abc import Callable, Iterable, Set
+from typing import Any
+
+import torch
 
 from ampcompat import _torch
-from ampcompat.amp.scaling.exchange import match_state, put_masters_into
-from ampcompat.amp.scaling.gradients import Leaves
+from ampcompat._types import HALF_DTYPES, Optimizer
+from ampcompat.amp.half.devices import model_index
+from ampcompat.amp.half.masters import Master, master_of
+from ampcompat.amp.half.record import ensure_master, note_half, record_of
+from ampcompat.amp.half.saving import hook
 from ampcompat.amp.scaling.mistakes import warn_of
-from ampcompat.amp.scaling.optimizer_index import optimizer_index
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, Leaves, OptimizerState, optimizer_index
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session, call_state
+from ampcompat.amp.scaling.unscaling import drop_cleared
 
 
 @_torch.eager
@@ -76,9 +85,7 @@ def follow_groups(unscaled: Set[int] = frozenset()) -> None:
         stash = optimizer._amp_stash
         if _is_up_to_date(optimizer, stash):
             continue
-        for master in stash.leaves.masters:  # one that leaves may come back, when a later block has given it another
-            if master.grad_shown and master.half.grad is None:
-                master.drop_gradient()
+        drop_cleared(stash.leaves.masters)  # one that leaves may come back, when a later block has given it another
         _look_up_anew(optimizer)
         if stash.session.has_scaled:
             stash.checks_gradients = True  # an overflow may have left gradients of what it holds now
@@ -110,6 +117,124 @@ def _note_shared(optimizers: list[AmpOptimizer]) -> None:
             holders[key] = holders.get(key, 0) + 1
     for optimizer in optimizers:
         optimizer._amp_stash.shared = {key for key in optimizer._amp_stash.leaves.ids() if holders[key] > 1}
+
+
+# -- masters in the place of half weights ------------------------------------------------------------------------------
+def put_masters_into(optimizer: Optimizer, session: Session) -> list[Master]:
+    """Put the masters of half weights into the groups of ``optimizer``, as ``session`` wants it; return them.
+
+    As in apex (``apex/amp/_process_optimizer.py: lazy_init_with_master_weights``).
+    """
+    masters: dict[Master, None] = {}
+
+    def exchanged(param: torch.Tensor) -> torch.Tensor:
+        master = _master_to_step(param, session)
+        if master is None:
+            return model_tensor(param)
+        master.is_lent = True
+        masters[master] = None
+        return master.value
+
+    _exchange_params(optimizer, exchanged)
+    return list(masters)
+
+
+def give_back_params(optimizer: Optimizer) -> None:
+    """Undo :func:`put_masters_into`: ``optimizer`` holds the model's own tensors again."""
+    _exchange_params(optimizer, model_tensor)
+
+
+def _exchange_params(optimizer: Optimizer, exchanged: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Put ``exchanged(param)`` in the place of each param of ``optimizer``.
+
+    Groups and their lists keep their identity; state moves with its parameter.
+    """
+    states = [each.state for each in (optimizer, *inner_optimizers(optimizer))]
+    for group in optimizer.param_groups:
+        params = group["params"]
+        for index, param in enumerate(params):
+            new = exchanged(param)
+            if new is param:
+                continue
+            for state_by_param in states:
+                if param in state_by_param:
+                    state_by_param[new] = state_by_param.pop(param)
+            params[index] = new
+
+
+def model_tensor(param: torch.Tensor) -> torch.Tensor:
+    """The model's tensor that ``param`` is the master of; ``param`` itself if it is none."""
+    master = master_of(param)
+    if master is None or master.value is not param:
+        return param
+    return master.half
+
+
+def _master_to_step(param: torch.Tensor, session: Session) -> Master | None:
+    """The master that an optimizer of ``session`` steps for ``param``; None where it steps the model's own tensor.
+
+    Where there is one, every optimizer steps it. It is made where the module that holds ``param`` has masters; a module
+    that was added after ``initialize`` has them if the session wants it. A half parameter of no model has a master that
+    only its optimizer's list keeps alive.
+    """
+    master = master_of(model_tensor(param))
+    if master is not None:
+        return master
+    if param.dtype not in HALF_DTYPES:
+        return None
+    policy = session.policy
+    slots = _slots_of(param)
+    for module, name in slots:
+        was_added = record_of(module) is None
+        if was_added and policy.half_dtype is not None:
+            note_half(module, param.dtype, policy.master_weights)
+            hook(module)
+        record = record_of(module)
+        if record is not None and record.has_masters:
+            master = ensure_master(module, name)
+    if master is None and not slots and policy.master_weights:
+        master = Master(param)
+    return master
+
+
+def _slots_of(param: torch.Tensor) -> list[tuple[torch.nn.Module, str]]:
+    """The modules of initialized models that hold ``param`` (several where it is tied), and its name in each."""
+    modules = dict.fromkeys(module for model in model_index.live for module in model.modules())
+    return [(module, name) for module in modules for name, held in module._parameters.items() if held is param]
+
+
+def match_state(optimizer: Optimizer) -> None:
+    """Give state from before ``initialize`` the dtype of its param, where torch's own ``load_state_dict`` does so."""
+    for each in (optimizer, *inner_optimizers(optimizer)):
+        if getattr(type(each), "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:
+            continue
+        for param, held in list(each.state.items()):
+            if not isinstance(param, torch.Tensor) or not isinstance(held, dict):
+                continue
+            for name, value in held.items():
+                if name != "step" and _is_state_of(param, value) and value.dtype != param.dtype:
+                    each.state[param] = {**each.state[param], name: value.to(param.dtype)}
+
+
+def _is_state_of(param: torch.Tensor, value: object) -> bool:
+    """Whether ``value`` is a momentum or the like: a floating tensor of the shape of ``param``."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == param.shape
+
+
+def inner_optimizers(optimizer: object) -> list[Any]:
+    """Every optimizer in the attributes of ``optimizer``, and in theirs: each once."""
+    holders: list[object] = [optimizer]
+    for holder in holders:  # the list grows while it is read
+        for value in getattr(holder, "__dict__", {}).values():
+            held: Iterable[object] = (value,)
+            if isinstance(value, dict):
+                held = value.values()
+            elif isinstance(value, (list, tuple)):
+                held = value
+            for inner in held:
+                if isinstance(inner, torch.optim.Optimizer) and not any(inner is known for known in holders):
+                    holders.append(inner)
+    return holders[1:]
 
 
 # -- all calls of initialize -------------------------------------------------------------------------------------------

@@ -25,43 +25,6 @@ _DTYPE = attrgetter("dtype")
 _DEVICE_AND_DTYPE = attrgetter("device", "dtype")
 
 
-def next_scale(
-    scale: torch.Tensor,
-    clean_passes: torch.Tensor,
-    found_inf: torch.Tensor,
-    *,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    smallest: float,
-    largest: float,
-    is_within_limits: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scale and the count of clean passes that follow a backward pass. No host sync.
-
-    Args:
-        scale: A 0-dim float32 tensor. No argument is changed.
-        clean_passes: How many passes in a row had no overflow since the scale moved; a 0-dim int32 tensor next to
-            ``scale``.
-        found_inf: Not 0 if the pass overflowed; a 0-dim float32 tensor next to ``scale``.
-        growth_factor: More than 1.
-        backoff_factor: Less than 1.
-        growth_interval: Clean passes before growth.
-        smallest: The limit of back-off.
-        largest: The limit of growth.
-        is_within_limits: The caller knows that ``scale`` lies between the limits: one kernel then does what takes six
-            kernels for a scale that a script wrote past a limit, which stays there until it moves.
-    """
-    moved, counted = _torch.updated_scale(
-        scale, clean_passes, found_inf, growth_factor, backoff_factor, growth_interval
-    )
-    if is_within_limits:
-        return moved.clamp_(smallest, largest), counted
-    moved = torch.where(moved > scale, moved.clamp(max=largest), moved)
-    moved = torch.where(moved < scale, moved.clamp(min=smallest), moved)
-    return moved, counted
-
-
 class Transition(Enum):
     """When a backward pass moves the scale: at the end of its block, or later.
 
@@ -97,8 +60,8 @@ class MovingScale:
     An overflow flag is a 0-dim float32 tensor on a device, not 0 after an overflow.
 
     Attributes:
-        scale: 0-dim float32, made with the first loss; None before. Each move makes a new tensor, since an open block
-            unscales by the one that it has scaled by.
+        scale: 0-dim float32, made with the first loss; None before. A move changes it in place; an open block scales
+            and unscales by a copy.
         clean_passes: 0-dim int32 next to ``scale``: passes since the scale moved. None before the first loss.
         written_scale: What the host wrote or read last: the first scale, and the truth of a scale that does not move.
         written_clean_passes: What the host wrote last as ``clean_passes``, or has counted before the first loss.
@@ -133,14 +96,14 @@ class MovingScale:
         return not self.is_dynamic and self.written_scale == 1.0
 
     # -- the loss ------------------------------------------------------------------------------------------------------
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """``loss.float() * scale``, on the device of ``loss``, of any shape; no host sync."""
+    def copy_on(self, device: torch.device) -> torch.Tensor:
+        """A copy of the scale on ``device``, which stays as it is when the scale moves. No host sync."""
         scale = self.scale
         if scale is None:
-            scale = self._make_on(loss.device)
-        if scale.device != loss.device:
-            scale = scale.to(loss.device, non_blocking=True)
-        return loss.float() * scale
+            scale = self._make_on(device)
+        if scale.device == device:
+            return scale.clone()
+        return scale.to(device, non_blocking=True)
 
     def _make_on(self, device: torch.device) -> torch.Tensor:
         """Make the tensors of the scale on ``device``; return the scale."""
@@ -148,11 +111,11 @@ class MovingScale:
         self.clean_passes = torch.full((), self.written_clean_passes, dtype=torch.int32, device=device)
         return self.scale
 
-    def scale_on(self, device: torch.device | None = None) -> torch.Tensor:
-        """The current scale as a 0-dim float32 tensor on ``device``, or where it is; no host sync."""
+    def current_scale(self) -> torch.Tensor:
+        """The scale, where it is; on the CPU before the first loss. No host sync."""
         if self.scale is None:
-            return torch.full((), self.written_scale, dtype=torch.float32, device=device or "cpu")
-        return self.scale if device is None else self.scale.to(device, non_blocking=True)
+            return torch.full((), self.written_scale, dtype=torch.float32, device="cpu")
+        return self.scale
 
     # -- gradients -----------------------------------------------------------------------------------------------------
     def unscale_grads(self, grads: Any, scale: torch.Tensor | None = None) -> None:
@@ -174,7 +137,7 @@ class MovingScale:
             scale = scale.to(device, non_blocking=True)
         found_inf = self._found_inf.get(device)
         if found_inf is None:
-            found_inf = scale.new_full((), 0.0)
+            found_inf = torch.zeros_like(scale)
             self._found_inf[device] = found_inf
         _torch.unscale_and_check_(grads, found_inf, _torch.inverse_of(scale))
 
@@ -199,8 +162,6 @@ class MovingScale:
     def adjust(self, found_inf: torch.Tensor | None, when: Transition = Transition.NOW) -> torch.Tensor | None:
         """Make the transition for a backward pass: back off, or grow, or only count; or delay it. No host sync.
 
-        While a CUDA graph is captured the tensors change in place, since each replay begins with those of the capture.
-
         Args:
             found_inf: The flag of the pass, of :meth:`take_found_inf`; None where no gradient was unscaled.
             when: When the scale moves for it.
@@ -208,36 +169,38 @@ class MovingScale:
         Returns:
             The flag for the step, which must be skipped if it is set; None for a static scale, which never skips.
         """
-        flag = self.note_pass(found_inf)
         if not self.is_dynamic:
+            self.last_pass = found_inf
             if when is Transition.NOW:
                 self.count_clean_pass()
             return None
+        flag = self.note_pass(found_inf)
         if when is not Transition.NOW:
             self._delay(flag, when)
             return flag
-        scale: torch.Tensor = self.scale  # type: ignore[assignment] # made, at the latest, by ``note_pass``
-        clean_passes: torch.Tensor = self.clean_passes  # type: ignore[assignment] # made with the scale
-        moved, counted = next_scale(
-            scale,
-            clean_passes,
-            flag if self.delayed is None else torch.maximum(flag, self.delayed.found_inf),
-            growth_factor=self.growth_factor,
-            backoff_factor=self.backoff_factor,
-            growth_interval=self.growth_interval,
-            smallest=self.smallest,
-            largest=self.largest,
-            # The host notes the scale anew where a script writes a limit; every later scale is within the limits, too.
-            is_within_limits=self.smallest <= self.written_scale <= self.largest,
-        )
+        self._move(flag if self.delayed is None else torch.maximum(flag, self.delayed.found_inf))
         self.delayed = None
-        if _torch.is_capturing():
-            scale.copy_(moved)
-            clean_passes.copy_(counted)
-        else:
-            self.scale = moved
-            self.clean_passes = counted
         return flag
+
+    def _move(self, found_inf: torch.Tensor) -> None:
+        """Back off where ``found_inf`` is set, else count a clean pass, and grow after enough of them. No host sync.
+
+        ``scale`` and ``clean_passes``, which are made, change in place.
+        """
+        scale: torch.Tensor = self.scale  # type: ignore[assignment] # see above
+        clean_passes: torch.Tensor = self.clean_passes  # type: ignore[assignment] # made with the scale
+        # The host notes the scale anew where a script writes a limit; every later scale is within the limits, too.
+        is_within_limits = self.smallest <= self.written_scale <= self.largest
+        before = scale if is_within_limits else scale.clone()
+        _torch.update_scale_(
+            scale, clean_passes, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval
+        )
+        if is_within_limits:
+            scale.clamp_(self.smallest, self.largest)
+            return
+        # A scale that a script wrote past a limit stays there until it moves.
+        moved = torch.where(scale > before, scale.clamp(max=self.largest), scale)
+        scale.copy_(torch.where(moved < before, moved.clamp(min=self.smallest), moved))
 
     def _delay(self, flag: torch.Tensor, when: Transition) -> None:
         """Leave a pass with this ``flag`` to the next transition, which counts its overflow."""
@@ -276,7 +239,7 @@ class MovingScale:
 
     def scale_after_back_off(self) -> torch.Tensor:
         """The scale to print for a skipped step, back-off for delayed passes included. No host sync."""
-        scale = self.scale_on()
+        scale = self.current_scale()
         if not self.is_dynamic or self.delayed is None:
             return scale
         backed_off = (scale * self.backoff_factor).clamp(min=self.smallest)

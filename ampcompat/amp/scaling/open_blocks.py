@@ -6,14 +6,12 @@ head of ``block`` says what each event does to them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 
 from ampcompat._state import Part, state
-from ampcompat.amp.scaling.gradients import Leaves
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizer
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, Leaves
 from ampcompat.amp.scaling.scaler import LossScaler
 
 
@@ -35,20 +33,20 @@ class OpenBlock:
     """What an open ``scale_loss`` block owns; ``block.Block`` has its phases.
 
     Attributes:
-        leaves: The tensors that its backward pass gives gradients to.
         scaler: The scaler of its loss.
+        optimizers: The optimizers that it was opened for; their tensors may have gone to others since.
+        leaves: The tensors that its backward pass gives gradients to; found when it opens.
         scale: What their gradients are multiplied by (0-dim float32); None where nothing is scaled.
         saved: Unscaled gradients from before, of leaves without a master: they come back when it ends.
         brought: The leaves whose older gradients it has put back into ``p.grad``, scaled: they wait to be averaged.
-        optimizers: The optimizers that it was opened for; their tensors may have gone to others since.
         is_plain: Whether it leaves gradients to torch: the scale is always one, and there are no masters.
         has_new_grads: Whether the backward pass gave any gradients; None before the end.
         scripts_part: What it leaves to a script's own ``_post_amp_backward``, while it calls that.
     """
 
-    leaves: Leaves
     scaler: LossScaler
     optimizers: list[AmpOptimizer]
+    leaves: Leaves = field(init=False)
     scale: torch.Tensor | None = None
     saved: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     brought: Leaves | None = None
@@ -89,8 +87,10 @@ def is_in_block(optimizer: AmpOptimizer) -> bool:
     return open_block_of(optimizer._amp_stash.leaves) is not None
 
 
-def leaves_of(optimizers: Iterable[AmpOptimizer]) -> Leaves:
+def leaves_of(optimizers: list[AmpOptimizer]) -> Leaves:
     """The leaves of ``optimizers``, each once."""
+    if len(optimizers) == 1:
+        return optimizers[0]._amp_stash.leaves
     every = [optimizer._amp_stash.leaves for optimizer in optimizers]
     masters = {id(master): master for leaves in every for master in leaves.masters}
     masterless = {id(param): param for leaves in every for param in leaves.masterless}

@@ -1,4 +1,4 @@
-"""What amp keeps with one optimizer, as ``optimizer._amp_stash``.
+"""What amp keeps with one optimizer, as ``optimizer._amp_stash``, and which optimizers are under amp.
 
 apex kept the same there (``apex/amp/_process_optimizer.py: AmpOptimizerState``). Scripts test for apex's attributes:
 ``ampcompat.amp._process_optimizer.AmpOptimizerState`` adds them.
@@ -9,16 +9,87 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ampcompat import _torch
+from ampcompat._state import Part, state
 from ampcompat._types import Optimizer
-from ampcompat.amp.scaling.gradients import Leaves, Overflow, Unreduced
+from ampcompat.amp.half.masters import Master
+from ampcompat.amp.scaling.loss_scale import DelayedPasses
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session
 
+
+# -- the tensors of optimizers -----------------------------------------------------------------------------------------
+@dataclass(eq=False, slots=True)
+class Leaves:
+    """What one or several optimizers train, as the model holds it: each tensor once.
+
+    Attributes:
+        masters: Masters of the half tensors.
+        masterless: The tensors without a master, which optimizers step themselves.
+    """
+
+    masters: list[Master] = field(default_factory=list)
+    masterless: list[torch.Tensor] = field(default_factory=list)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The model's tensors."""
+        return [*[master.half for master in self.masters], *self.masterless]
+
+    def ids(self) -> set[int]:
+        """The ids of the model's tensors."""
+        return set(map(id, self.tensors()))
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients that a step uses: of masters, and of tensors without one."""
+        stepped = [*[master.value for master in self.masters], *self.masterless]
+        return [tensor.grad for tensor in stepped if tensor.grad is not None]
+
+    def part(self, ids: set[int]) -> Leaves:
+        """The leaves among these whose ids are in ``ids``."""
+        return Leaves(
+            [master for master in self.masters if id(master.half) in ids],
+            [param for param in self.masterless if id(param) in ids],
+        )
+
+
+# -- what is known of gradients ----------------------------------------------------------------------------------------
+class Unreduced(NamedTuple):
+    """What blocks have left whose gradients are those of this process alone, as in DDP's ``no_sync``.
+
+    Attributes:
+        scalers: The scalers of their losses, which have yet to hear of an overflow, when all processes can find it.
+        scale: What the gradients that a wrapper keeps to itself are multiplied by (0-dim float32), as ``fully_shard``
+            keeps those of ``set_requires_gradient_sync(False)``; None where nothing is scaled.
+    """
+
+    scalers: list[LossScaler]
+    scale: torch.Tensor | None
+
+
+class Overflow(NamedTuple):
+    """Whether gradients that were unscaled are not finite.
+
+    Attributes:
+        scaler: The scaler of their loss.
+        flag: 0-dim float32 tensor on a device, not 0 if so.
+        delayed: Where their block had ``delay_overflow_check``: the passes that its own was delayed with. Else None.
+    """
+
+    scaler: LossScaler
+    flag: torch.Tensor
+    delayed: DelayedPasses | None
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the script itself decides about the step of these gradients: it has called ``update_scale()``."""
+        return self.delayed is not None and self.delayed.are_decided
+
+
+# -- an optimizer ------------------------------------------------------------------------------------------------------
 #: A scaler, and the host copy of its flag and of the scale to print; no scaler where the step looked at gradients.
 FlagCopy = tuple[LossScaler | None, _torch.HostCopy]
 
@@ -151,3 +222,31 @@ class AmpOptimizer(Optimizer, Protocol):
 
     _amp_stash: OptimizerState
     _amp_follow_step: Callable[[], None]
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+@dataclass(eq=False)
+class OptimizerIndex(Part):
+    """Optimizers that calls of ``initialize`` were given, as long as they are alive.
+
+    Attributes:
+        live: Optimizers under amp; :meth:`listed` reads them at a third of the cost of iterating.
+        disabled: Optimizers given to ``initialize(enabled=False)``.
+        may_hold_dropped: Whether optimizers that a script has dropped may still be in ``live``: their methods are bound
+            to them, so that only the garbage collector frees them. True from a call of ``initialize`` until it has run.
+        gone: Ids of the leaves of optimizers that were collected since the last block ended: gradients of these leaves
+            are unscaled.
+    """
+
+    live: weakref.WeakKeyDictionary[AmpOptimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
+    disabled: weakref.WeakKeyDictionary[AmpOptimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
+    may_hold_dropped: bool = False
+    gone: set[int] = field(default_factory=set)
+
+    def listed(self) -> list[AmpOptimizer]:
+        """Those under amp, in the order of their ``initialize`` calls."""
+        optimizers = [reference() for reference in self.live.keyrefs()]
+        return [optimizer for optimizer in optimizers if optimizer is not None]
+
+
+optimizer_index = state.add(OptimizerIndex())

@@ -17,7 +17,7 @@ from ampcompat._types import is_optimizer
 from ampcompat.amp.scaling.block import Block
 from ampcompat.amp.scaling.groups import calls_shown
 from ampcompat.amp.scaling.loss_scale import Transition
-from ampcompat.amp.scaling.optimizer_index import optimizer_index
+from ampcompat.amp.scaling.optimizer_state import optimizer_index
 from ampcompat.amp.scaling.scaler import check_scaler
 from ampcompat.amp.scaling.session import DISABLED, Session, call_state
 

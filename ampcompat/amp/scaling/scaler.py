@@ -271,8 +271,9 @@ class LossScaler(MovingScale):
         ``model_grads`` alone, and after an overflow nothing is written until ``clear_overflow_state()``. One host sync.
 
         Args:
-            model_grads: Dense gradients of any device and dtype; they stay unless they are ``master_grads`` too.
-            stashed_master_grads: What had accumulated before.
+            model_grads: The new gradients, dense, of any device and dtype. They stay unless they are ``master_grads``
+                too.
+            stashed_master_grads: The saved gradients, which had accumulated before.
             master_grads: Where the sum goes; may hold the tensors of either other list.
             scale_override: The scales of ``model_grads``, of ``stashed_master_grads`` and of the sum, instead of the
                 current scale, 1 and 1.
@@ -285,11 +286,11 @@ class LossScaler(MovingScale):
             return
         if scale_override is None:
             scale_override = (self._loss_scale, 1.0, 1.0)
-        grads_scale, stashed_scale, out_scale = scale_override
-        fresh = [grad.to(torch.float32, copy=True) for grad in model_grads]
-        self.unscale_grads(fresh, _float32(grads_scale / out_scale))
-        for master_grad, new, stashed in zip(master_grads, fresh, stashed_master_grads, strict=True):
-            master_grad.copy_(new.add_(stashed, alpha=out_scale / stashed_scale))
+        grads_scale, saved_scale, out_scale = scale_override
+        new_grads = [grad.to(torch.float32, copy=True) for grad in model_grads]
+        self.unscale_grads(new_grads, _float32(grads_scale / out_scale))
+        for master_grad, new, saved in zip(master_grads, new_grads, stashed_master_grads, strict=True):
+            master_grad.copy_(new.add_(saved, alpha=out_scale / saved_scale))
 
 
 def _float32(number: float) -> torch.Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,51 +26,28 @@ from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.unreduced import note_averaged
 from ampcompat.amp.scaling.unscaling import any_non_finite, drop_cleared
 
+#: A flag that skips a step if it is set (0-dim float32 on a device, not 0), and the scaler of the block that found it;
+#: no scaler where the step looked at gradients that an earlier overflow may have left.
+StepFlag = tuple[LossScaler | None, torch.Tensor]
 R = TypeVar("R")
-
-
-class StepFlag(NamedTuple):
-    """A flag that skips a step if it is set.
-
-    Attributes:
-        scaler: The scaler of the block that found it; None where the step looked at gradients that an earlier overflow
-            may have left.
-        flag: 0-dim float32 tensor on a device, not 0 if it is set.
-    """
-
-    scaler: LossScaler | None
-    flag: torch.Tensor
 
 
 @_torch.skip_compile_of_frame
 def make_or_skip_step(optimizer: AmpOptimizer, stash: OptimizerState, original: Callable[..., Any]) -> Any:
-    """Read the flags and make the step or skip it; or lend them to an optimizer that skips by itself.
-
-    Where nothing is scaled and there are no masters, torch's own step is all there is to do.
-    """
-    has_masters = bool(stash.leaves.masters)
-    is_waiting = stash.delayed_scalers or stash.unreduced is not None or stash.undecided_steps
-    if has_masters or is_waiting or observer_state.observers:
-        make_ready(optimizer, stash)
-    flags: list[StepFlag] = []
-    if stash.overflows or stash.delayed_overflows or stash.checks_gradients:
-        flags = flags_of(stash)
-    decides_on_device = bool(flags) and skips_on_device(optimizer)
-    if flags and not decides_on_device:
-        if stash.undecided_steps:
-            report_all(stash)
+    """Read the flags and make the step or skip it; or lend them to an optimizer that skips by itself."""
+    make_ready(optimizer, stash)
+    flags = flags_of(stash)
+    if flags and skips_on_device(optimizer):
+        return _step_on_device(optimizer, stash, flags, original)
+    if flags:
+        report_all(stash)
         overflowed = flags_set(flags)
         if overflowed:
             announce_skip(overflowed)
             finish(optimizer, stash, skipped=True)
             return None
-    update = functools.partial(update_weights, optimizer, stash, original) if has_masters else original
-    if decides_on_device:
-        result = _step_on_device(optimizer, stash, flags, update)
-        finish(optimizer, stash, skipped=None)
-    else:
-        result = update()
-        finish(optimizer, stash, skipped=False)
+    result = update_weights(optimizer, stash, original)
+    finish(optimizer, stash, skipped=False)
     return result
 
 
@@ -97,23 +74,21 @@ def make_ready(optimizer: AmpOptimizer, stash: OptimizerState) -> None:
 @_torch.eager
 def flags_of(stash: OptimizerState) -> list[StepFlag]:
     """The flags any of which skips the next step."""
-    flags: list[StepFlag] = []
-    for scaler, flag in stash.overflows.items():
-        flags.append(StepFlag(scaler, flag))
+    flags: list[StepFlag] = [*stash.overflows.items()]
     for overflow in stash.delayed_overflows.values():
         if not overflow.is_decided:
-            flags.append(StepFlag(overflow.scaler, overflow.flag))
+            flags.append((overflow.scaler, overflow.flag))
     if stash.checks_gradients:
         gradients = stash.leaves.gradients()
         if gradients:
-            flags.append(StepFlag(None, any_non_finite(gradients)))
+            flags.append((None, any_non_finite(gradients)))
     return flags
 
 
 @_torch.eager
 def flags_set(flags: list[StepFlag]) -> list[StepFlag]:
     """Read which of ``flags`` (at least one) are set: one host sync."""
-    first = flags[0].flag
+    _, first = flags[0]
     if len(flags) == 1:
         return flags if first.item() else []
     values = torch.stack([flag.to(first.device) for _, flag in flags]).to("cpu").tolist()
@@ -163,12 +138,14 @@ def skips_on_device(optimizer: AmpOptimizer) -> bool:
     return True
 
 
-def _step_on_device(optimizer: AmpOptimizer, stash: OptimizerState, flags: list[StepFlag], step: Callable[[], R]) -> R:
+def _step_on_device(
+    optimizer: AmpOptimizer, stash: OptimizerState, flags: list[StepFlag], original: Callable[[], R]
+) -> R:
     """Step with ``flags`` lent to the optimizer, and start their copies to the host."""
     optimizer.grad_scale = None
     optimizer.found_inf = _torch.any_of([flag for _, flag in flags])
     try:
-        result = step()
+        result = update_weights(optimizer, stash, original)
     finally:
         del optimizer.grad_scale, optimizer.found_inf
     copies: list[FlagCopy] = []
@@ -176,6 +153,7 @@ def _step_on_device(optimizer: AmpOptimizer, stash: OptimizerState, flags: list[
         scale = flag if scaler is None else scaler.scale_after_back_off()
         copies.append((scaler, _torch.HostCopy([flag, scale])))
     stash.undecided_steps.append(copies)
+    finish(optimizer, stash, skipped=None)
     return result
 
 
@@ -212,9 +190,9 @@ def update_weights(
 
     Hooks of the script find the model as in plain torch: pre-hooks before the update, post-hooks after it.
     """
-    if not stash.leaves.masters:
-        return original(*args, **kwargs)
     masters = stash.leaves.masters
+    if not masters:
+        return original(*args, **kwargs)
     if not _torch.has_step_hooks(optimizer):
         result = original(*args, **kwargs)
         push(masters)

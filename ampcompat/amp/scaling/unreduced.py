@@ -17,10 +17,8 @@ import torch
 
 from ampcompat import _torch
 from ampcompat.amp.scaling.adapter import adapter_state
-from ampcompat.amp.scaling.gradients import Leaves, Overflow, Unreduced
 from ampcompat.amp.scaling.open_blocks import OpenBlock, leaves_of
-from ampcompat.amp.scaling.optimizer_index import optimizer_index
-from ampcompat.amp.scaling.optimizer_state import OptimizerState
+from ampcompat.amp.scaling.optimizer_state import Leaves, OptimizerState, Overflow, Unreduced, optimizer_index
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.unscaling import any_non_finite, entries_of
 
@@ -55,15 +53,14 @@ def bring_back(block: OpenBlock) -> None:
     if not holders:
         return
     block.brought = leaves_of(holders).part(block.leaves.ids())
-    scale = None if block.scaler.is_one else block.scaler.scale_on()
     for master in block.brought.masters:
         if master.value.grad is not None:
-            master.half.grad = _scaled(master.value.grad, scale).to(master.dtype)
+            master.half.grad = _scaled(master.value.grad, block.scale).to(master.dtype)
     for param in block.brought.masterless:
         if param in block.saved:
-            param.grad = _scaled(block.saved[param], scale)
+            param.grad = _scaled(block.saved[param], block.scale)
     for holder in holders:
-        _rescale_kept(holder._amp_stash, block.brought, scale)
+        _rescale_kept(holder._amp_stash, block.brought, block.scale)
 
 
 def _scaled(grad: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -81,7 +78,7 @@ def _rescale_kept(stash: OptimizerState, brought: Leaves, scale: torch.Tensor | 
     stays within the normal range of its dtype.
     """
     before = stash.unreduced
-    if before is None or before.scale is scale:
+    if before is None or (before.scale is None and scale is None):
         return
     for grad in kept_by_wrappers(stash.leaves.part(brought.ids())):
         ratio = torch.ones((), dtype=torch.float32, device=grad.device)

@@ -31,12 +31,11 @@ from ampcompat._log import say
 from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.half.masters import Master
 from ampcompat.amp.scaling.adapter import Adapter, adapter_state
-from ampcompat.amp.scaling.gradients import Leaves
 from ampcompat.amp.scaling.open_blocks import OpenBlock
+from ampcompat.amp.scaling.optimizer_state import Leaves
 from ampcompat.amp.scaling.scaler import LossScaler
 
 HalfGradients = dict[Master, torch.Tensor]  # by the master that they belong to
-_GRAD = attrgetter("grad")
 _VALUE = attrgetter("value")
 _IS_SPARSE = attrgetter("is_sparse")
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -74,23 +73,15 @@ def unscale_new(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) 
     Returns:
         Whether there were any.
     """
-    masters = leaves.masters
-    half_gradients = {master: grad for master in masters if (grad := master.half.grad) is not None}
-    masterless_grads = [grad for grad in map(_GRAD, leaves.masterless) if grad is not None]
-    if any(map(_IS_SPARSE, masterless_grads)):
-        masterless_grads = _entries_of_each(leaves.masterless)
-    if adapter_state.adapters:
-        masterless_grads = list(map(_torch.local_part, masterless_grads))
+    half_gradients = {master: grad for master in leaves.masters if (grad := master.half.grad) is not None}
+    masterless_grads = _masterless_grads(leaves.masterless)
     has_new_grads = bool(half_gradients or masterless_grads)
     if any(map(_REQUIRES_GRAD, half_gradients.values())) or any(map(_REQUIRES_GRAD, masterless_grads)):
         _unscale_in_graph(leaves, scaler, scale)
         half_gradients = {master: grad for master, grad in half_gradients.items() if not grad.requires_grad}
         masterless_grads = [grad for grad in masterless_grads if not grad.requires_grad]
     if half_gradients:
-        # Float32 copies become the gradients of masters that have none, so that none is freed chunk by chunk. The first
-        # master stands for all: nearly always they are alike, and only the peak of memory depends on it.
-        copies_stay = next(iter(half_gradients)).value.grad is None
-        for chunk in [half_gradients] if copies_stay else _in_chunks(half_gradients, scale):
+        for chunk in _in_chunks(half_gradients, scale):
             _add_to_masters(chunk, masterless_grads, scaler, scale)
             masterless_grads = []  # unscaled with the first chunk, in the same kernel
     elif masterless_grads and scale is not None:
@@ -98,10 +89,20 @@ def unscale_new(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) 
     if scale is not None:
         for adapter in adapter_state.adapters:
             _share_overflow(adapter, scaler, leaves.masterless)
-    if len(half_gradients) < len(masters):
-        drop_cleared(masters)  # a script may zero gradients in the block, and then clear some
-        show_sums(masters)
+    if len(half_gradients) < len(leaves.masters):
+        drop_cleared(leaves.masters)  # a script may zero gradients in the block, and then clear some
+        show_sums(leaves.masters)
     return has_new_grads
+
+
+def _masterless_grads(params: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What is to be unscaled of the gradients of ``params``: numbers in dense tensors, of this rank."""
+    grads = [grad for param in params if (grad := param.grad) is not None]
+    if any(map(_IS_SPARSE, grads)):
+        grads = _entries_of_each(params)
+    if adapter_state.adapters:
+        grads = list(map(_torch.local_part, grads))
+    return grads
 
 
 @torch.enable_grad()
@@ -141,8 +142,18 @@ def _divided(grad: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 
 def add_saved(saved: dict[torch.Tensor, torch.Tensor]) -> None:
     """Add the gradients that were ``saved`` to those that came since."""
+    sums: list[torch.Tensor] = []
+    addends: list[torch.Tensor] = []
     for param, old in saved.items():
-        param.grad = old if param.grad is None else _torch.sum_of(param.grad, old)
+        new = param.grad
+        if new is None:
+            param.grad = old
+        elif new.is_sparse or old.is_sparse or new.requires_grad or old.requires_grad:
+            param.grad = _torch.sum_of(new, old)
+        else:
+            sums.append(_torch.local_part(new))
+            addends.append(_torch.local_part(old))
+    _torch.foreach_accumulate_(sums, addends)
     saved.clear()
 
 
@@ -166,9 +177,14 @@ def _entries_of_each(params: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _in_chunks(half_gradients: HalfGradients, scale: torch.Tensor | None) -> Iterable[HalfGradients]:
-    """``half_gradients`` in parts whose float32 copies are made, added and freed together."""
-    needs_no_copies = scale is None and next(iter(half_gradients.values())).is_cpu
-    if needs_no_copies:
+    """``half_gradients``, at least one, in parts whose float32 copies are made, added and freed together.
+
+    The first stands for all: nearly always they are alike, and only the peak of memory depends on it.
+    """
+    master, grad = next(iter(half_gradients.items()))
+    copies_stay = master.value.grad is None  # as gradients of the masters, so that none is freed chunk by chunk
+    needs_no_copies = scale is None and grad.is_cpu
+    if copies_stay or needs_no_copies:
         return [half_gradients]
     masters = list(half_gradients)
     chunks = _torch.in_chunks(list(half_gradients.values()))

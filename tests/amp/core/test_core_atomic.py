@@ -10,7 +10,7 @@ from ampcompat.amp import frontend
 from ampcompat.amp.adapters import ddp
 from ampcompat.amp.half import casting
 from ampcompat.amp.lists import torch_overrides
-from ampcompat.amp.scaling import exchange, groups
+from ampcompat.amp.scaling import groups
 
 LEVELS = ["O0", "O1", "O2", "O3", "O5"]
 
@@ -42,7 +42,7 @@ PLACES = {
     "casting a later tensor": (casting, "_cast", 3),
     "after a master was made": (casting, "ensure_master", 2, True),
     "attaching the model": (frontend, "set_policy"),
-    "giving the optimizer a master": (exchange, "model_tensor", 2),
+    "giving the optimizer a master": (groups, "model_tensor", 2),
     "attaching the optimizer": (groups, "match_state"),
     "watching wrappers": (ddp, "install"),
     "beginning the casts": (frontend, "begin_casts"),

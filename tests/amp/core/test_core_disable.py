@@ -141,7 +141,7 @@ def test_things_that_are_no_models_pass_a_disabled_call():
 
 @pytest.mark.parametrize(
     ("place", "calls"),
-    [("half.casting._cast", 2), ("scaling.attachment.match_state", 0), ("frontend.set_policy", 0)],
+    [("half.casting._cast", 2), ("scaling.optimizer.match_state", 0), ("frontend.set_policy", 0)],
 )
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_failure_half_way_is_repaired_by_the_same_call(level, place, calls, monkeypatch):
@@ -182,7 +182,7 @@ def test_casts_end_when_a_call_that_failed_is_made_again(monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("ampcompat.amp.scaling.attachment.match_state", fail)
+        patch.setattr("ampcompat.amp.scaling.optimizer.match_state", fail)
         with pytest.raises(MemoryError):
             amp.initialize(model, optimizer, enabled=False)
     amp.initialize(model, optimizer, enabled=False)

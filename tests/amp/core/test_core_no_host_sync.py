@@ -60,9 +60,7 @@ def fake_step(model, optimizer):
 def test_no_sync_with_found_inf_and_one_without(monkeypatch):
     monkeypatch.setattr(_torch, "HostCopy", Delivered)
     monkeypatch.setattr(Delivered, "arrive", False)
-    monkeypatch.setattr(
-        _torch, "updated_scale", lambda scale, passes, *args: (scale, passes)
-    )  # one CUDA kernel that has no fake counterpart
+    monkeypatch.setattr(_torch, "update_scale_", lambda *args: None)  # a CUDA kernel that has no fake counterpart
     with FakeTensorMode():
         for kind in (TakesFoundInf, torch.optim.SGD):
             model = Weights()

@@ -155,7 +155,7 @@ def test_a_lent_buffer_holds_what_the_last_block_noted(delay):
 def test_gradients_unscaled_by_hand_count_beside_the_buffer():
     by_hand = LossScaler("dynamic")
     by_hand._overflow_buf = torch.zeros(1, dtype=torch.int)
-    by_hand.scale_loss(torch.ones(()))
+    by_hand.copy_on(torch.device("cpu"))
     by_hand.unscale_grads([torch.tensor([INF])])
     assert by_hand.update_scale() is True
     by_hand.clear_overflow_state()

@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import amp
 from ampcompat.amp.scaler import LossScaler
-from ampcompat.amp.scaling.loss_scale import FLOOR, next_scale
+from ampcompat.amp.scaling.loss_scale import FLOOR, MovingScale
+
+CPU = torch.device("cpu")
 
 
 @dataclasses.dataclass
@@ -37,7 +39,7 @@ class Reference:
 
 
 def one_pass(scaler, overflow=False):
-    loss = scaler.scale_loss(torch.ones(()))
+    loss = scaler.copy_on(CPU)
     scaler.unscale_grads([torch.full((3,), float("inf")) if overflow else torch.ones(3) * loss])
     return scaler.update_scale()
 
@@ -73,23 +75,24 @@ def test_transition_table(scale, unskipped, overflow, want):
     assert scaler._has_overflow is overflow
 
 
-LIMITS = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "smallest": 2.0, "largest": 64.0}
-
-
 @pytest.mark.parametrize("overflow", [False, True])
 @pytest.mark.parametrize("unskipped", [0, 2])
 @pytest.mark.parametrize("scale", [2.0, 3.0, 8.0, 48.0, 64.0, 128.0])
 def test_one_transition(scale, unskipped, overflow):
-    """``next_scale`` changes nothing that it is given; for a scale within the limits it takes few kernels."""
+    """For a scale that the host knows to be within the limits, a move takes few kernels."""
     reference = Reference(scale, 3, 2.0, 64.0, unskipped)
     reference.update(overflow)
     want = reference.scale, reference.unskipped
-    given = torch.tensor(scale), torch.tensor(unskipped, dtype=torch.int32), torch.tensor(float(overflow))
+    found_inf = torch.tensor(float(overflow))
     for is_within_limits in {False, scale <= 64.0}:
+        moving = MovingScale(growth_factor=2.0)
+        moving.is_dynamic = True
+        moving.growth_interval, moving.smallest, moving.largest = 3, 2.0, 64.0
+        moving.written_scale = scale if is_within_limits else 1.0
+        moving.scale, moving.clean_passes = torch.tensor(scale), torch.tensor(unskipped, dtype=torch.int32)
         with Counter() as counter:
-            moved, counted = next_scale(*given, is_within_limits=is_within_limits, **LIMITS)
-        assert (moved.item(), counted.item()) == want
-        assert [tensor.item() for tensor in given] == [scale, unskipped, float(overflow)]
+            moving.adjust(found_inf)
+        assert (moving.scale.item(), moving.clean_passes.item(), found_inf.item()) == (*want, float(overflow))
         assert counter.syncs == 0
         assert not is_within_limits or counter.ops == 2
 
@@ -162,7 +165,7 @@ def test_constructed_directly_as_legacy_code_does():
 
 def test_a_pass_without_gradients_is_a_clean_one():
     scaler = LossScaler("dynamic")
-    scaler.scale_loss(torch.ones(()))
+    scaler.copy_on(CPU)
     scaler.unscale_grads([])
     assert scaler.update_scale() is False
     assert state_of(scaler) == (2.0**16, 1)
@@ -171,7 +174,7 @@ def test_a_pass_without_gradients_is_a_clean_one():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
 def test_gradients_of_any_dtype_are_unscaled_and_checked(dtype):
     scaler = LossScaler("dynamic", init_scale=4.0)
-    scaler.scale_loss(torch.ones(()))
+    scaler.copy_on(CPU)
     grad = torch.full((3,), 8.0, dtype=dtype)
     scaler.unscale_grads([grad])
     assert torch.equal(grad, torch.full((3,), 2.0, dtype=dtype))
@@ -242,7 +245,7 @@ def test_training_in_bfloat16_with_a_loss_scale(level, options, loss_scale, monk
 
 def test_mixed_dtypes_in_one_pass():
     scaler = LossScaler("dynamic", init_scale=2.0)
-    scaler.scale_loss(torch.ones(()))
+    scaler.copy_on(CPU)
     grads = [torch.ones(2, dtype=d) * 2 for d in (torch.float32, torch.float16, torch.float32)]
     scaler.unscale_grads(grads)
     assert all(g.float().tolist() == [1.0, 1.0] for g in grads)
@@ -251,11 +254,11 @@ def test_mixed_dtypes_in_one_pass():
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 2), (0,)])
 def test_losses_of_any_shape_and_dtype_come_out_float32(shape):
-    scaler = LossScaler("dynamic")
+    _, optimizer = start("O1")
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        scaled = scaler.scale_loss(torch.ones(shape, dtype=dtype))
-        assert scaled.dtype == torch.float32
-        assert torch.equal(scaled, torch.full(shape, 2.0**16))
+        with amp.scale_loss(torch.ones(shape, dtype=dtype), optimizer, delay_unscale=True) as scaled:
+            assert scaled.dtype == torch.float32
+            assert torch.equal(scaled, torch.full(shape, 2.0**16))
 
 
 def test_users_write_and_read_the_scale_of_a_running_scaler():

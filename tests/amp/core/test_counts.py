@@ -93,6 +93,22 @@ def test_o1_calls_do_not_grow_with_parameters():
 
 
 @pytest.mark.on_cpu
+@pytest.mark.parametrize("delay_unscale", [False, True])
+def test_calls_that_add_to_older_gradients_do_not_grow_with_parameters(delay_unscale):
+    def calls(size):
+        model = Tensors(size)
+        model, optimizer = amp.initialize(model, Idle(model.parameters()), opt_level="O1", verbosity=0)
+        for _ in range(3):
+            grads = list(map(torch.ones_like, model.parameters()))
+            with Counter() as counter, amp.scale_loss(torch.ones(()), optimizer, delay_unscale=delay_unscale):
+                for param, grad in zip(model.parameters(), grads, strict=True):
+                    param.grad = grad
+        return counter.ops
+
+    assert calls(10) == calls(300)
+
+
+@pytest.mark.on_cpu
 def test_dispatcher_calls_at_o1_are_fewer_than_gradscalers():
     model = Tensors(10)
     optimizer, scaler = Idle(model.parameters()), torch.amp.GradScaler("cpu")
@@ -104,6 +120,7 @@ def test_dispatcher_calls_at_o1_are_fewer_than_gradscalers():
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
+        optimizer.zero_grad()
 
     step()
     with Counter() as counter:
