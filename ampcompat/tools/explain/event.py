@@ -51,6 +51,8 @@ class Event:
         elements: How many values the result has.
         scalars: Its numbers, an eps or the fill of a mask among them.
         denominators: Zeros in its inputs.
+        is_by_number_zero: Whether it divides by a number that is 0.
+        is_of_nothing: Whether one of its inputs has no elements.
         made: How its inputs were made.
         spread: Where an inf was turned into NaN.
         node: Name of the autograd node, in backward.
@@ -67,6 +69,8 @@ class Event:
     elements: int
     scalars: tuple[float, ...] = ()
     denominators: int = 0
+    is_by_number_zero: bool = False
+    is_of_nothing: bool = False
     made: list[Made] = field(default_factory=list)
     spread: Place | None = None
     node: str = ""

@@ -55,6 +55,8 @@ class Grown:
     @property
     def hint(self) -> str:
         """What stops it."""
+        if self.lr is not None and self.lr < 0:
+            return "a learning rate that is not negative: look at what sets it, such as a scheduler past its end"
         than = "" if self.lr is None else f" than {self.lr:g}"
         return f"a lower learning rate{than}, a warmup, or clipped gradients: no precision holds weights that grow so"
 

@@ -14,6 +14,7 @@ import torch
 
 from ampcompat.tools.core import HALF_DTYPES, LEVELS
 from ampcompat.tools.dtypes import dtype_name
+from ampcompat.tools.explain.call import CASTS as CAST_OPS
 from ampcompat.tools.explain.event import ARGUMENT, Event, Made
 from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.places import Place
@@ -102,7 +103,7 @@ def _cures(event: Event, setting: Setting) -> list[str]:
         return [finite, *_in_float32(event, setting)]
     eps = _eps_lost_in_half(event)
     if eps is not None and setting.half == "float16":
-        larger = f"eps={eps:g} is 0 in float16, whose least number is {LEAST:.0e}: use an eps of 1e-4 or more"
+        larger = f"eps={eps:g} is 0 in float16, whose least number is {LEAST:.0e}: use an eps of 1e-3 or more"
         return [larger, *_in_float32(event, setting)]
     if event.is_undefined:
         return _undefined(event, setting)
@@ -145,6 +146,8 @@ def _too_large(event: Event, setting: Setting) -> list[str]:
         return [here, *bfloat16]
     if event.op == "_to_copy" and not event.made:
         return [_SMALLER_INPUTS, *_in_float32(event, setting), *bfloat16]
+    if event.op == "exp" and event.elements == 1:  # a learned temperature
+        return [".clamp(max=4.6) on what goes into exp: a factor of 100 at most, as in CLIP", *bfloat16]
     return [*_smaller_constant(event), *_in_float32(event, setting), *bfloat16]
 
 
@@ -227,10 +230,26 @@ def _module_in_float32(event: Event, setting: Setting) -> list[str]:
     module = event.place.module
     if not module:
         return []
+    if _grows_from_layer_to_layer(event):
+        return _keep_fp32([f"{_layers_around(module)}.*"], setting)
     if setting.casts_weights and not event.backward:
         # At the boundary the result becomes half again: what consumes it must be inside.
         return _keep_fp32(module.rpartition(".")[:1], setting)
     return _keep_fp32([module, *_consumer(event, setting)], setting)
+
+
+def _grows_from_layer_to_layer(event: Event) -> bool:
+    """Whether it is in one of numbered layers that were given what is nearly too large: so are the layers after it."""
+    if event.value is None or event.backward or not event.place.module or not _layers_around(event.place.module):
+        return False
+    return event.out_of_range and any(event.value <= 8 * made.largest for made in event.made)
+
+
+def _layers_around(module: str) -> str:
+    """The name of the list of layers that ``module`` is in, as "blocks" for "blocks.18.fc1"; "" where it is in none."""
+    names = module.split(".")
+    numbers = [place for place, name in enumerate(names) if name.isdecimal()]
+    return ".".join(names[: numbers[0]]) if numbers else ""
 
 
 def _consumer(event: Event, setting: Setting) -> list[str]:
@@ -290,6 +309,11 @@ def _is_one_of(*ops: str) -> _Test:
     return lambda event: event.op in ops
 
 
+def _is_infinite_quotient(event: Event) -> bool:
+    """Whether something other than 0 was divided by 0: with an eps it is as many times too large."""
+    return event.op.startswith(("div", "reciprocal")) and not event.backward and not event.is_nan
+
+
 def _is_of_nothing(*ops: str) -> _Test:
     """Whether one of ``ops`` is NaN because there is too little to compute it from."""
     return lambda event: event.is_nan and not event.backward and event.op in ops
@@ -300,6 +324,10 @@ _SURE: _Table = (
     (
         _is_of_nothing("std", "var", "std_mean", "var_mean"),
         "{op} of a single value is NaN: leave such a batch out (drop_last=True), or pass correction=0",
+    ),
+    (
+        lambda event: event.is_nan and not event.backward and event.is_of_nothing,
+        "{op} of nothing is NaN: leave out a batch of which nothing is left, or sum and divide by max(count, 1)",
     ),
     (_is_of_nothing("mean"), "the mean of nothing is NaN: leave out a batch of which nothing is left"),
     (
@@ -328,11 +356,19 @@ _UNDEFINED: _Table = (
     (_is_norm, _GRADIENT_OF_ROOT),
     (
         _is_end_of_range,
-        "the gradient of {function} at the end of its range is not finite: clamp its input a little inside",
+        "the gradient of {function} at the end of its range is not finite: {inside} on what goes into it",
     ),
     (_is_written, "this line writes a number that is not finite: look at where it comes from"),
     *_STABLE_FORMS,
     (_is_logarithm, "the logarithm of 0 (or of less): {wide}.clamp_min(1e-6) on what goes into it"),
+    (
+        lambda event: event.is_by_number_zero,
+        "a division by the number 0: look at what makes it, such as a count that nothing has counted",
+    ),
+    (
+        _is_infinite_quotient,
+        "a division by zero{zeros}: .clamp_min() on the denominator with what it is at least, as 1 for a count",
+    ),
     (_is_one_of(*_DIVISIONS), "a division by zero{zeros}: add an eps to the denominator, as in / (... + {eps})"),
     (_is_one_of("sqrt", "rsqrt"), "the root of a negative number: clamp it at 0 before"),
     (
@@ -356,11 +392,13 @@ def _undefined(event: Event, setting: Setting) -> list[str]:
         op=event.op,
         function=event.place.function or "this",
         wide=".float()" if event.dtype in HALF_DTYPES else "",
+        inside=".clamp_min(1.001)" if event.node.startswith("Acosh") else ".clamp(-0.999, 0.999)",
         zeros=f" ({zeros} zero{'s' if zeros > 1 else ''})" if zeros else "",
         eps="1e-3" if setting.half == "float16" else "1e-6",  # the gradient is multiplied by its reciprocal
     )
     found = [cure] if cure else []
-    if setting.half and not event.backward and not _is_written(event):
+    was_half = event.dtype in HALF_DTYPES or any(made.op in CAST_OPS for made in _chains(event))
+    if setting.half and was_half and not event.backward and not _is_written(event):
         found.append(
             f"if it is finite with --opt-level O0, {setting.half} rounded its inputs: keep in float32 what makes them"
         )

@@ -73,6 +73,7 @@ class OverflowExplainer:
         self.steps: weakref.WeakKeyDictionary[Optimizer, Steps] = weakref.WeakKeyDictionary()
         self.diagnosis = Diagnosis(self.search, self.telling, self.steps)
         self.count = 0  # of the steps of all optimizers
+        self.blocks = 0
         self.underflow: Underflow | None = None  # of the latest step, if its gradients were too small
         self.block: Block | None = None  # the one that is open
 
@@ -98,6 +99,7 @@ class OverflowExplainer:
         Another at the first block of an optimizer, and where something other than a step has written its weights.
         """
         self.search.leave_forwards()
+        self.blocks += 1
         self.block = Block(scaler)
         is_lost = not is_finite(loss)
         for one in optimizers:
@@ -257,6 +259,9 @@ class OverflowExplainer:
     # -- the end -----------------------------------------------------------------------------------------------------
     def last_words(self) -> list[Message]:
         """What is to be told when the run ends: the verdict, and before it what was held back without need."""
+        if self.count == 0 and self.blocks:
+            blocks = f"{self.blocks} scale_loss block{'s were' if self.blocks > 1 else ' was'}"
+            return [Message("verdict", f"no step was made: {blocks} followed by no optimizer.step().")]
         if self.count == 0:
             return []
         messages = []

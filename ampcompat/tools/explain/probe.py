@@ -107,7 +107,22 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for out in tensors_in(result):
             if readable(out):
                 self._examine(call, out)
+        if result is None:
+            self._follow_lists(call)
         return result
+
+    def _follow_lists(self, call: Call) -> None:
+        """Follow what is not finite through an op that writes into each tensor of its first list, and returns nothing.
+
+        As ``_foreach_add_`` does, with which amp adds gradients.
+        """
+        lists = [value for value in call.args if isinstance(value, (list, tuple))]
+        for written, *others in zip(*lists, strict=False):
+            if not isinstance(written, torch.Tensor) or not readable(written) or is_finite(written):
+                continue
+            origin = self.origin(other for other in others if isinstance(other, torch.Tensor) and readable(other))
+            if origin is not None:
+                self.origins.setdefault(storage(written), origin)
 
     def _examine(self, call: Call, out: torch.Tensor) -> None:
         """Note how a result was made, and where what is not finite in it comes from."""
@@ -141,6 +156,8 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call.largest_in_float32(out),
             scalars=made.scalars,
             denominators=sum(int((t == 0).sum()) for t in call.inputs[-1:] if t is not out),
+            is_by_number_zero="div" in call.name and 0.0 in call.numbers,
+            is_of_nothing=any(t.numel() == 0 for t in call.inputs),
             made=sources,
             node="" if node is None else node.name(),
         )

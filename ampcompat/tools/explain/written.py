@@ -19,6 +19,8 @@ from ampcompat.tools.explain.misuse import spoiling_misuse
 from ampcompat.tools.explain.numbers import MASTERS, not_representable, optimizer_name
 from ampcompat.tools.tensors import LARGEST, count_not_finite, is_finite, largest, readable
 
+#: A gradient whose square float32 holds.
+MODERATE = 1e18
 _SMALLER_STEPS = "a lower learning rate, or clipped gradients"
 
 
@@ -131,7 +133,7 @@ def _of_weight(optimizer: Optimizer, group: int, param: torch.Tensor) -> list[Re
         sure.append(Reason("its gradient was not finite", [hint]))
     for name, tensor in state_of(optimizer, param):
         if not is_finite(tensor):
-            sure.append(Reason(f"its {name} is not finite", at_any_rate=False))
+            sure.append(_of_other_state(name, tensor, param))
     for number in not_representable(optimizer):
         kind = number.facts["group"], number.facts["dtype"], number.facts["name"]
         if kind == (group, dtype_name(param.dtype), "eps"):
@@ -165,7 +167,16 @@ def _of_half(master: Master) -> Reason:
     """Why the half weight is not finite although its master is."""
     ends = f"{dtype_name(master.half.dtype)} ends at {torch.finfo(master.half.dtype).max:g}"
     why = f"its float32 master reached {largest(master.value):.6g}, and {ends}"
-    return Reason(why, [BFLOAT16, "a lower learning rate, or weight decay"], at_any_rate=False)
+    return Reason(why, ["a lower learning rate, or weight decay", BFLOAT16], at_any_rate=False)
+
+
+def _of_other_state(name: str, state: torch.Tensor, param: torch.Tensor) -> Reason:
+    """Why a weight is lost whose state is not finite."""
+    size = _largest_gradient(param)
+    if size is None or size > MODERATE or state.dtype in HALF_DTYPES:
+        return Reason(f"its {name} is not finite", at_any_rate=False)
+    why = f"its {name} is not finite, though its gradient is (largest {size:.3g})"
+    return Reason(why, ["look at what the optimizer divides by, such as a norm of 0"])
 
 
 def _of_state(state: torch.Tensor, param: torch.Tensor) -> Reason:

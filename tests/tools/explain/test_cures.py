@@ -77,6 +77,70 @@ def vae_in_half(cure):
     train(Vae(14.0, exponent, after), "O2", lambda m: m(X).float().pow(2).mean())
 
 
+class Temperature(nn.Module):
+    def __init__(self, most):
+        super().__init__()
+        self.fc, self.logit_scale, self.most = nn.Linear(8, 4), nn.Parameter(torch.tensor(11.2)), most
+
+    def forward(self, x):
+        return self.logit_scale.clamp(max=self.most).exp() * self.fc(x)
+
+
+def temperature(cure):
+    train(Temperature(20.0 if cure is None else float(cure[1])), "O2")
+
+
+def empty_selection(cure):
+    def loss(model):
+        y = model(X).float()
+        chosen, target = y[Y > 5], X[Y > 5, :4]
+        if cure is None:
+            return F.smooth_l1_loss(chosen, target) + y.mean()
+        return F.smooth_l1_loss(chosen, target, reduction="sum") / max(len(chosen), 1) + y.mean()
+
+    train(Layers(), "O1", loss)
+
+
+def end_of_range(cure):
+    def loss(model):
+        y = model(X)
+        cos = F.normalize(torch.stack([y[:, 0], y[:, 0] * 0], 1), dim=1)[:, 0]  # 1 or -1
+        low, high = (-1.0, 1.0) if cure is None else (float(cure[1]), float(cure[2]))
+        return torch.acos((cos @ torch.eye(16)).clamp(low, high)).mean()  # half at O1
+
+    train(Layers(), "O1", loss)
+
+
+def number_of_zero(cure):
+    """The bias correction of an average whose updates nobody counts."""
+    count = 0 if cure is None else 1
+    train(Layers(), "O1", lambda m: (m(X).float() / (1 - 0.9**count)).mean())
+
+
+def count_of_zero(cure):
+    """The weight of a class that is not there is its inverse frequency."""
+
+    def loss(model):
+        count = torch.bincount(Y, minlength=5).float()
+        weight = len(Y) / count.clamp_min(0.0 if cure is None else float(cure[1]))
+        return model(X).float().pow(2).mean() * weight[4]
+
+    train(Layers(), "O1", loss)
+
+
+def layers_that_grow(cure):
+    """Each of the layers makes it twice as large."""
+    model = nn.Module()
+    model.blocks = nn.Sequential(*[nn.Linear(8, 8) for _ in range(16)])
+    model.norm = nn.LayerNorm(8)
+    model.forward = lambda x: model.norm(model.blocks(x))
+    with torch.no_grad():
+        for layer in model.blocks:
+            nn.init.eye_(layer.weight).mul_(2.0)
+        model.blocks[0].weight.mul_(8.0)
+    train(model, "O1", lambda m: m(X).float()[:, :4].pow(2).mean(), **({} if cure is None else {"keep_fp32": cure[1]}))
+
+
 def vae_beyond_float32(cure):
     exponent = (lambda t: t) if cure is None else (lambda t: t.clamp(max=float(cure[1])))
     train(Vae(200.0, exponent, lambda t: t), "O1", lambda m: m(X).float().pow(2).mean())
@@ -209,6 +273,12 @@ CURES = {
     static_scale: r"loss_scale='(dynamic)'",
     half_too_early: r"cast it where it is small again: half\(\) after what makes it smaller; here it reaches",
     vae_in_half: r"\.float\(\) on what goes into exp, and \.half\(\) on what comes of it",
+    temperature: r"\.clamp\(max=(\S+)\) on what goes into exp: .* as in CLIP",
+    empty_selection: r"smooth_l1_loss of nothing is NaN: .* or sum and divide by max\(count, 1\)",
+    end_of_range: r"\.clamp\((\S+), (\S+)\) on what goes into it",
+    number_of_zero: r"a division by the number 0: .* such as a count that nothing has counted",
+    count_of_zero: r"\.clamp_min\(\) on the denominator with what it is at least, as (\d) for a count",
+    layers_that_grow: r"keep_fp32=\['(blocks\.\*)'\]",
     vae_beyond_float32: r"\.clamp\(max=(\d+)\) on what goes into it",
     optimizer_that_amp_does_not_know: r"give amp\.initialize each optimizer that steps the model, and scale_loss",
     mask: r"write (\S+) in place of it",

@@ -365,6 +365,64 @@ def test_a_gradient_beyond_float16_at_any_scale_is_a_fault_though_the_scale_fall
     assert "normal" not in last_words()[-1].head
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_that_overflow_are_no_argument_of_what_the_script_does_to_their_sum(level, capsys):
+    """Micro-batches are summed by amp, and the sum is clipped: the scale comes down, and that is all."""
+    model, optimizer = started(nn.Linear(8, 8), level)
+    for step in range(60):
+        optimizer.zero_grad()
+        for part in range(4):
+            y = model(WORDS).float()
+            with amp.scale_loss(
+                y.mean() * (4e4 if (step, part) in ((20, 0), (24, 0), (28, 1)) else 1.0), optimizer
+            ) as scaled:
+                scaled.backward()
+        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+        optimizer.step()
+    assert explanations(capsys.readouterr().err) == []
+    assert "that is normal" in last_words()[-1].head
+
+
+def test_a_run_without_a_step_is_told_so(capsys):
+    model, optimizer = started(nn.Linear(8, 8))
+    with amp.scale_loss(model(WORDS).float().mean(), optimizer) as scaled:
+        scaled.backward()
+    assert last_words()[-1].head == "no step was made: 1 scale_loss block was followed by no optimizer.step()."
+
+
+def test_a_state_that_the_optimizer_itself_spoils(capsys):
+    """Its trust ratio is 0 / 0 for a weight and a gradient of 0."""
+
+    class Lars(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    momentum = self.state[p].setdefault("m", torch.zeros_like(p))
+                    momentum.mul_(0.9).add_(p.grad * (p.detach().norm() / p.grad.norm()))
+                    p.data.sub_(momentum, alpha=group["lr"])
+
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    model.gate = nn.Parameter(torch.zeros(8))
+    model, optimizer = amp.initialize(model, Lars(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    explain_overflows()
+    for _ in range(4):
+        optimizer.zero_grad()
+        make_step(optimizer, model(WORDS).float().pow(2).mean() + (model.gate * 0).sum())
+    told = explanations(capsys.readouterr().err)
+    assert "its m is not finite, though its gradient is" in told[0]["why"]
+    assert told[0]["hint"] == "look at what the optimizer divides by, such as a norm of 0"
+
+
+def test_a_learning_rate_below_zero_is_named(capsys):
+    model, optimizer = started(nn.Linear(8, 8))
+    optimizer.param_groups[0]["lr"] = -3.0
+    for _ in range(30):
+        optimizer.zero_grad()
+        make_step(optimizer, model(WORDS).float().pow(2).sum())
+    assert explanations(capsys.readouterr().err)[0]["hint"].startswith("a learning rate that is not negative")
+
+
 class SafeLog(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
