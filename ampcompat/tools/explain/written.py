@@ -72,7 +72,8 @@ def _first_lost(optimizer: Optimizer) -> _Lost | None:
             return _Lost(group, param, param, "", _of_weight(optimizer, group, param))
         master = master_of(param)
         if master is not None and not is_finite(master.half):
-            return _Lost(group, master.half, master.half, "", [_of_half(master)])
+            rate = optimizer.param_groups[group].get("lr")
+            return _Lost(group, master.half, master.half, "", [_of_half(master, rate)])
     for group, param in params_of(optimizer):
         for state, tensor in state_of(optimizer, param):
             if not is_finite(tensor):
@@ -163,11 +164,12 @@ def _likeliest(optimizer: Optimizer, group: int, param: torch.Tensor, zeros: str
     return Reason(why, [_SMALLER_STEPS], at_any_rate=False)
 
 
-def _of_half(master: Master) -> Reason:
+def _of_half(master: Master, rate: object) -> Reason:
     """Why the half weight is not finite although its master is."""
     ends = f"{dtype_name(master.half.dtype)} ends at {torch.finfo(master.half.dtype).max:g}"
     why = f"its float32 master reached {largest(master.value):.6g}, and {ends}"
-    return Reason(why, ["a lower learning rate, or weight decay", BFLOAT16], at_any_rate=False)
+    than = f" than {rate:g}" if isinstance(rate, float) else ""
+    return Reason(why, [f"a lower learning rate{than}, or weight decay", BFLOAT16], at_any_rate=False)
 
 
 def _of_other_state(name: str, state: torch.Tensor, param: torch.Tensor) -> Reason:
@@ -175,7 +177,7 @@ def _of_other_state(name: str, state: torch.Tensor, param: torch.Tensor) -> Reas
     size = _largest_gradient(param)
     if size is None or size > MODERATE or state.dtype in HALF_DTYPES:
         return Reason(f"its {name} is not finite", at_any_rate=False)
-    why = f"its {name} is not finite, though its gradient is (largest {size:.3g})"
+    why = f"its {name} is not finite, though its gradient is (largest {abs(size):.3g})"
     return Reason(why, ["look at what the optimizer divides by, such as a norm of 0"])
 
 
