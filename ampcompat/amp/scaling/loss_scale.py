@@ -103,7 +103,7 @@ class MovingScale:
             scale = self._make_on(device)
         if scale.device == device:
             return scale.clone()
-        return scale.to(device, non_blocking=True)
+        return _torch.moved_to(device, scale)
 
     def _make_on(self, device: torch.device) -> torch.Tensor:
         """Make the tensors of the scale on ``device``; return the scale."""
@@ -134,7 +134,7 @@ class MovingScale:
         if scale is None:
             scale = self._make_on(device) if self.scale is None else self.scale
         if scale.device != device:
-            scale = scale.to(device, non_blocking=True)
+            scale = _torch.moved_to(device, scale)
         found_inf = self._found_inf.get(device)
         if found_inf is None:
             found_inf = torch.zeros_like(scale)
@@ -226,7 +226,7 @@ class MovingScale:
         elif found_inf.device == scale.device:
             flag = found_inf
         else:
-            flag = found_inf.to(scale.device, non_blocking=True)
+            flag = _torch.moved_to(scale.device, found_inf)
         self.last_pass = flag
         return flag
 

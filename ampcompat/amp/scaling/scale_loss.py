@@ -55,7 +55,8 @@ def scale_loss(
         TypeError: ``loss`` is not a floating tensor, or an optimizer is not one.
         IndexError: ``loss_id`` is no index of ``num_losses`` scalers.
 
-    No host sync, except for misuse checks in the first 16 blocks. At exit the *new* gradients are unscaled, by the
+    No host sync, except for misuse checks in the first 16 blocks, and where the loss is on the CPU and the model is
+    not: the scale is where its first loss was. At exit the *new* gradients are unscaled, by the
     scale of the block's entry, and added to what had accumulated; overflow is noted and the scale moves; the step after
     an overflow is skipped.
 

@@ -183,7 +183,7 @@ class LossScaler(MovingScale):
         """As a moving scale does; a dynamic one shows the flag in the buffer that a script has lent, too."""
         flag = super().note_pass(found_inf)
         if self.is_dynamic and self._lent_buffer is not None:
-            self._lent_buffer.copy_(flag, non_blocking=True)
+            self._lent_buffer.copy_(_torch.moved_to(self._lent_buffer.device, flag))
         return flag
 
     # -- as torch.amp.GradScaler saves it ------------------------------------------------------------------------------

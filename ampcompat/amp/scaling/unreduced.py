@@ -67,7 +67,7 @@ def _scaled(grad: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """A copy of ``grad``, multiplied by ``scale``."""
     copy = grad.detach().clone()
     if scale is not None:
-        entries_of(_torch.local_part(copy)).mul_(scale.to(grad.device, non_blocking=True))
+        entries_of(_torch.local_part(copy)).mul_(_torch.moved_to(grad.device, scale))
     return copy
 
 
@@ -83,9 +83,9 @@ def _rescale_kept(stash: OptimizerState, brought: Leaves, scale: torch.Tensor | 
     for grad in kept_by_wrappers(stash.leaves.part(brought.ids())):
         ratio = torch.ones((), dtype=torch.float32, device=grad.device)
         if scale is not None:
-            ratio = scale.to(grad.device, non_blocking=True)
+            ratio = _torch.moved_to(grad.device, scale)
         if before.scale is not None:
-            ratio = ratio / before.scale.to(grad.device, non_blocking=True)
+            ratio = ratio / _torch.moved_to(grad.device, before.scale)
         grad.mul_(ratio)
     stash.unreduced = before._replace(scale=scale)
 
