@@ -147,7 +147,7 @@ class Block(OpenBlock):
     def _has_flags(self) -> bool:
         """Whether steps of its optimizers wait for the flags of other scalers: then :meth:`_begin` has to look."""
         stashes = [optimizer._amp_stash for optimizer in self.optimizers]
-        return any(stash.overflows or stash.delayed_overflows for stash in stashes)
+        return any(stash.overflows or stash.overflows_for_script for stash in stashes)
 
     def _has_masters(self) -> bool:
         """Whether its optimizers step masters, to which the gradients of half weights are added at the end."""
@@ -169,7 +169,7 @@ class Block(OpenBlock):
             stash: OptimizerState = optimizer._amp_stash
             if stash.undecided_steps:
                 report_arrived(stash)
-            if stash.overflows or stash.delayed_overflows or stash.checks_gradients:
+            if stash.overflows or stash.overflows_for_script or stash.checks_gradients:
                 forget_overflows_if_cleared(stash)
         # Older gradients go out of ``p.grad``.
         self.has_own_methods = backward_methods.are_replaced(self.optimizers)
@@ -237,23 +237,23 @@ class Block(OpenBlock):
             add_saved(self.saved)
         if self.transition is Transition.AT_STEP:
             for optimizer in self.optimizers:
-                optimizer._amp_stash.delayed_scalers.add(self.scaler)
+                optimizer._amp_stash.scalers_to_move.add(self.scaler)
         if adapter_state.adapters and waits_for_reduction(self.leaves):
             note_unreduced(self)
             return
         found_inf = self.scaler.take_found_inf()
         flag = self.scaler.adjust(found_inf, self.transition)
         if flag is not None:
-            delayed = self.scaler.delayed if self.transition is Transition.BY_SCRIPT else None
-            self._note_overflow(Overflow(self.scaler, flag, delayed))
+            for_script = self.scaler.uncounted if self.transition is Transition.BY_SCRIPT else None
+            self._note_overflow(Overflow(self.scaler, flag, for_script))
         if adapter_state.adapters:
             for overflow in note_reduced(self, found_inf):
                 self._note_overflow(overflow)
         if self.transition is not Transition.AT_STEP:
             for optimizer in self.optimizers:
                 stash: OptimizerState = optimizer._amp_stash
-                stash.make_delayed_transitions()
-                stash.delayed_scalers.clear()
+                stash.move_scales()
+                stash.scalers_to_move.clear()
 
     def _note_overflow(self, overflow: Overflow) -> None:
         """Note ``overflow`` in the optimizers, and have others check that hold a leaf of the block, too."""

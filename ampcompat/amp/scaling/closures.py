@@ -87,7 +87,7 @@ class _Evaluation:
         """Return the flags that are set of gradients from before the step, with which the optimizer begins it."""
         stash = self._stash
         make_ready(self._optimizer, stash)
-        has_earlier = bool(stash.overflows or stash.delayed_overflows)
+        has_earlier = bool(stash.overflows or stash.overflows_for_script)
         overflowed = _take_flags(stash) if has_earlier else []
         self.has_acted = has_earlier and not overflowed
         return overflowed

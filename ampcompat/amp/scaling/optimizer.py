@@ -117,8 +117,8 @@ def step_was_skipped(optimizer: Any) -> bool:
 def prepare_masters(optimizer: AmpOptimizer) -> None:
     """Make the masters of ``optimizer`` ready for a script that asks for them.
 
-    They follow what it did to the model's weights and gradients. Outside of blocks, a delayed transition is made: a
-    script may end an accumulation early, clip, and step.
+    They follow what it did to the model's weights and gradients. Outside of blocks, scales move that ``delay_unscale``
+    has left alone: a script may end an accumulation early, clip, and step.
     """
     if observer_state.observers:
         notify("on_master_params", optimizer)
@@ -130,7 +130,7 @@ def prepare_masters(optimizer: AmpOptimizer) -> None:
     if not block_state.open_blocks:
         if stash.unreduced is not None and not averages_by_script(stash.leaves):
             warn_of("unreduced gradients read")
-        stash.make_delayed_transitions()
+        stash.move_scales()
     align_written(stash.leaves.masters)
 
 

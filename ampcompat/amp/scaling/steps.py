@@ -55,8 +55,8 @@ def make_or_skip_step(optimizer: AmpOptimizer, stash: OptimizerState, original: 
 @_torch.eager
 def make_ready(optimizer: AmpOptimizer, stash: OptimizerState) -> None:
     """Do what has waited for a step: transitions of the scale, messages, and masters that follow the model."""
-    if stash.delayed_scalers:
-        stash.make_delayed_transitions()
+    if stash.scalers_to_move:
+        stash.move_scales()
     if stash.unreduced is not None:
         note_averaged(stash)
     if stash.undecided_steps:
@@ -75,8 +75,8 @@ def make_ready(optimizer: AmpOptimizer, stash: OptimizerState) -> None:
 def flags_of(stash: OptimizerState) -> list[StepFlag]:
     """The flags any of which skips the next step."""
     flags: list[StepFlag] = [*stash.overflows.items()]
-    for overflow in stash.delayed_overflows.values():
-        if not overflow.is_decided:
+    for overflow in stash.overflows_for_script.values():
+        if not overflow.script_decides:
             flags.append((overflow.scaler, overflow.flag))
     if stash.checks_gradients:
         gradients = stash.leaves.gradients()
