@@ -171,6 +171,8 @@ def model_param(param: torch.Tensor) -> torch.Tensor:
 def check_replaced(masters: Iterable[Master]) -> None:
     """Warn, once, of each parameter that a module holds in the place of one with a master.
 
+    Its master forgets where the replaced one was (``slots``): later steps need not look there.
+
     Raises:
         RuntimeError: ``fully_shard``, or a move to another kind of device, has put it there.
     """
@@ -180,12 +182,12 @@ def check_replaced(masters: Iterable[Master]) -> None:
             if not isinstance(now, torch.nn.Parameter) or now is master.half:
                 continue
             if master_of(now) is None:  # one with a master is tied to a weight that is trained
-                _warn_of_replacement(name, now, master.half.device)
+                _refuse_or_warn(name, now, master.half.device)
                 master.slots = []
                 break
 
 
-def _warn_of_replacement(name: str, now: torch.Tensor, device: torch.device) -> None:
+def _refuse_or_warn(name: str, now: torch.Tensor, device: torch.device) -> None:
     where = repr(name)
     if _torch.is_sharded(now):
         raise RuntimeError(

@@ -58,7 +58,7 @@ from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.scaling import backward_methods
 from ampcompat.amp.scaling.adapter import adapter_state
 from ampcompat.amp.scaling.clearing import forget_overflows_if_cleared
-from ampcompat.amp.scaling.groups import look_up
+from ampcompat.amp.scaling.groups import follow_changes
 from ampcompat.amp.scaling.loss_scale import Transition
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.open_blocks import OpenBlock, block_state, leaves_of, open_block_of
@@ -67,9 +67,9 @@ from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.steps import report_arrived
 from ampcompat.amp.scaling.unreduced import (
     bring_back,
+    count_reduced,
     drop_brought,
     kept_by_wrappers,
-    note_reduced,
     note_unreduced,
     waits_for_reduction,
 )
@@ -139,7 +139,7 @@ class Block(OpenBlock):
     def _find_leaves(self) -> None:
         """Find the tensors that get gradients, and whether anything is to be done about these."""
         for optimizer in self.optimizers:
-            look_up(optimizer)
+            follow_changes(optimizer)
         self.leaves = leaves_of(self.optimizers)
         self.needs_scale = not self.scaler.is_one or self._has_flags()
         self.is_plain = not self.needs_scale and not self._has_masters()
@@ -247,7 +247,7 @@ class Block(OpenBlock):
             for_script = self.scaler.uncounted if self.transition is Transition.BY_SCRIPT else None
             self._note_overflow(Overflow(self.scaler, flag, for_script))
         if adapter_state.adapters:
-            for overflow in note_reduced(self, found_inf):
+            for overflow in count_reduced(self, found_inf):
                 self._note_overflow(overflow)
         if self.transition is not Transition.AT_STEP:
             for optimizer in self.optimizers:

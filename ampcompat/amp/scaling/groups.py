@@ -26,8 +26,12 @@ from ampcompat.amp.scaling.unscaling import drop_cleared
 
 
 @_torch.eager
-def look_up(optimizer: AmpOptimizer) -> None:
-    """Follow the groups of ``optimizer``, and its ``step``, where they have changed."""
+def follow_changes(optimizer: AmpOptimizer) -> None:
+    """Follow what a script has changed of ``optimizer`` since the last call: its groups and its ``step``.
+
+    Where its groups have changed, so may have those of others: :func:`follow_groups` puts masters into them, and drops
+    gradients that newcomers bring. A ``step`` that a script has put in the place of amp's is wrapped.
+    """
     stash = optimizer._amp_stash
     if not _is_up_to_date(optimizer, stash):
         follow_groups()
@@ -47,7 +51,7 @@ def _is_up_to_date(optimizer: AmpOptimizer, stash: OptimizerState) -> bool:
     return True
 
 
-def _look_up_anew(optimizer: AmpOptimizer) -> None:
+def _take_in(optimizer: AmpOptimizer) -> None:
     """Put masters of half params into the groups of ``optimizer``, and note what it holds."""
     stash = optimizer._amp_stash
     masters = put_masters_into(optimizer, stash.session)
@@ -86,7 +90,7 @@ def follow_groups(unscaled: Set[int] = frozenset()) -> None:
         if _is_up_to_date(optimizer, stash):
             continue
         drop_cleared(stash.leaves.masters)  # one that leaves may come back, when a later block has given it another
-        _look_up_anew(optimizer)
+        _take_in(optimizer)
         if stash.session.has_scaled:
             stash.checks_gradients = True  # an overflow may have left gradients of what it holds now
             _drop_gradients(stash.leaves.part(stash.leaves.ids() - known))

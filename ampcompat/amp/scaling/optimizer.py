@@ -23,7 +23,7 @@ from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.scaling import backward_methods
 from ampcompat.amp.scaling.clearing import clear_by_optimizer
 from ampcompat.amp.scaling.closures import step_with_closure
-from ampcompat.amp.scaling.groups import follow_groups, give_back_params, look_up, match_state, note_when_gone
+from ampcompat.amp.scaling.groups import follow_changes, follow_groups, give_back_params, match_state, note_when_gone
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.open_blocks import block_state, is_in_block, open_block_of
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, optimizer_index
@@ -49,7 +49,7 @@ def step(optimizer: AmpOptimizer, original: Callable[..., Any], *args: Any, **kw
     stash: OptimizerState = optimizer._amp_stash
     if stash.is_stepping:  # a script's own step, which amp's is around already, has called this one
         return original(*args, **kwargs)
-    look_up(optimizer)
+    follow_changes(optimizer)
     if block_state.open_blocks:
         _refuse_in_block(optimizer, stash)
     if args or kwargs:
@@ -123,7 +123,7 @@ def prepare_masters(optimizer: AmpOptimizer) -> None:
     if observer_state.observers:
         notify("on_master_params", optimizer)
     stash: OptimizerState = optimizer._amp_stash
-    look_up(optimizer)
+    follow_changes(optimizer)
     drop_cleared(stash.leaves.masters)
     if is_in_block(optimizer):
         return
@@ -154,7 +154,7 @@ def add_param_group(optimizer: AmpOptimizer, original: Callable[..., Any], *args
             "some parameters appear in more than one parameter group - the optimizer holds their float32 masters"
             " already - leave them out of the new group."
         )
-    look_up(optimizer)
+    follow_changes(optimizer)
 
 
 # -- under amp, and out of it ------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def attach(optimizer: AmpOptimizer, session: Session, kind: type[OptimizerState]
 
 def detach(optimizer: AmpOptimizer) -> None:
     """Undo :func:`attach`, but for the wrappers of methods, which pass on."""
-    look_up(optimizer)
+    follow_changes(optimizer)
     optimizer_index.live.pop(optimizer, None)
     give_back_params(optimizer)
     match_state(optimizer)
@@ -249,7 +249,7 @@ def _run_replaced(stash: OptimizerState, replaced: Callable[..., Any], *args: An
 # -- methods beside these ----------------------------------------------------------------------------------------------
 def _look_up(optimizer: AmpOptimizer) -> None:
     """Follow the groups of ``optimizer``. apex made the masters here; those of amp exist since ``initialize``."""
-    look_up(optimizer)
+    follow_changes(optimizer)
 
 
 #: The first two are amp's own, the others have apex's private names. Blocks call the last two where a script has put

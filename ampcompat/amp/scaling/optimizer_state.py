@@ -76,7 +76,7 @@ class Overflow(NamedTuple):
     Attributes:
         scaler: The scaler of their loss.
         flag: 0-dim float32 tensor on a device, not 0 if so.
-        for_script: Where their block had ``delay_overflow_check``: the uncounted passes that include its own. Else None.
+        for_script: Where their block had ``delay_overflow_check``: the uncounted passes, its own included. Else None.
     """
 
     scaler: LossScaler

@@ -23,7 +23,7 @@ from ampcompat.amp.half.record import check_replaced
 from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, FlagCopy, OptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
-from ampcompat.amp.scaling.unreduced import note_averaged
+from ampcompat.amp.scaling.unreduced import count_averaged
 from ampcompat.amp.scaling.unscaling import any_non_finite, drop_cleared
 
 #: A flag that skips a step if it is set (0-dim float32 on a device, not 0), and the scaler of the block that found it;
@@ -58,7 +58,7 @@ def make_ready(optimizer: AmpOptimizer, stash: OptimizerState) -> None:
     if stash.scalers_to_move:
         stash.move_scales()
     if stash.unreduced is not None:
-        note_averaged(stash)
+        count_averaged(stash)
     if stash.undecided_steps:
         report_arrived(stash)
     masters = stash.leaves.masters
