@@ -54,10 +54,9 @@ def post_amp_backward(optimizer: AmpOptimizer, scaler: LossScaler) -> None:
 def are_replaced(optimizers: list[AmpOptimizer]) -> bool:
     """Whether a script has put a method of its own on one of ``optimizers``."""
     for optimizer in optimizers:
-        prepare, post = map(vars(optimizer).get, ("_prepare_amp_backward", "_post_amp_backward"))
-        if getattr(prepare, "__func__", None) is not prepare_amp_backward:
+        if _override(optimizer, "_prepare_amp_backward", prepare_amp_backward) is not None:
             return True
-        if getattr(post, "__func__", None) is not post_amp_backward:
+        if _override(optimizer, "_post_amp_backward", post_amp_backward) is not None:
             return True
     return False
 

@@ -60,10 +60,10 @@ def _take_in(optimizer: AmpOptimizer) -> None:
     held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
     stash.leaves = Leaves(masters, [param for key, param in held.items() if key not in sides])
     stash.groups = [list(group["params"]) for group in optimizer.param_groups]
-    note_when_gone(optimizer, stash.leaves.ids())
+    _note_when_gone(optimizer, stash.leaves.ids())
 
 
-def note_when_gone(optimizer: AmpOptimizer, ids: set[int]) -> None:
+def _note_when_gone(optimizer: AmpOptimizer, ids: set[int]) -> None:
     """Have the ``ids`` of its leaves noted when ``optimizer`` is collected: another may come in its place."""
     stash = optimizer._amp_stash
     if stash.when_gone is not None:

@@ -23,7 +23,7 @@ from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.scaling import backward_methods
 from ampcompat.amp.scaling.clearing import clear_by_optimizer
 from ampcompat.amp.scaling.closures import step_with_closure
-from ampcompat.amp.scaling.groups import follow_changes, follow_groups, give_back_params, match_state, note_when_gone
+from ampcompat.amp.scaling.groups import follow_changes, follow_groups, give_back_params, match_state
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.open_blocks import block_state, is_in_block, open_block_of
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, optimizer_index
@@ -189,11 +189,13 @@ def attach(optimizer: AmpOptimizer, session: Session, kind: type[OptimizerState]
 
 def detach(optimizer: AmpOptimizer) -> None:
     """Undo :func:`attach`, but for the wrappers of methods, which pass on."""
+    stash: OptimizerState = optimizer._amp_stash
     follow_changes(optimizer)
     optimizer_index.live.pop(optimizer, None)
     give_back_params(optimizer)
     match_state(optimizer)
-    note_when_gone(optimizer, set())
+    if stash.when_gone is not None:
+        stash.when_gone.detach()  # it shares nothing any more
     for name in ("_amp_stash", *_METHODS):
         vars(optimizer).pop(name, None)
     follow_groups()
@@ -247,18 +249,13 @@ def _run_replaced(stash: OptimizerState, replaced: Callable[..., Any], *args: An
 
 
 # -- methods beside these ----------------------------------------------------------------------------------------------
-def _look_up(optimizer: AmpOptimizer) -> None:
-    """Follow the groups of ``optimizer``. apex made the masters here; those of amp exist since ``initialize``."""
-    follow_changes(optimizer)
-
-
-#: The first two are amp's own, the others have apex's private names. Blocks call the last two where a script has put
-#: its own in their place.
+#: The first two are amp's own, the others have apex's private names. apex made masters in the next two; those of amp
+#: exist since ``initialize``. Blocks call the last two where a script has put its own in their place.
 _METHODS: dict[str, Callable[..., Any]] = {
     "_amp_prepare_masters": prepare_masters,
     "_amp_follow_step": _follow_step,
-    "_amp_lazy_init": _look_up,
-    "_lazy_init_maybe_master_weights": _look_up,
+    "_amp_lazy_init": follow_changes,
+    "_lazy_init_maybe_master_weights": follow_changes,
     "_master_params_to_model_params": lambda optimizer: push_all(optimizer._amp_stash.leaves.masters),
     "_prepare_amp_backward": backward_methods.prepare_amp_backward,
     "_post_amp_backward": backward_methods.post_amp_backward,
