@@ -167,8 +167,7 @@ class Block(OpenBlock):
                 drop_cleared(other._amp_stash.leaves.masters)  # before the backward pass adds to what was cleared
         for optimizer in self.optimizers:
             stash: OptimizerState = optimizer._amp_stash
-            if stash.undecided_steps:
-                report_arrived(stash)
+            report_arrived(stash)
             if stash.overflows or stash.overflows_for_script or stash.checks_gradients:
                 forget_overflows_if_cleared(stash)
         # Older gradients go out of ``p.grad``.
@@ -228,8 +227,7 @@ class Block(OpenBlock):
         """Unscale the new gradients, add saved ones, and make the scaler's transition. No host sync."""
         scripts_had_grads = False
         leaves = self.leaves
-        if self.brought is not None:
-            drop_brought(self)
+        drop_brought(self)
         if self.has_own_methods:
             scripts_had_grads, leaves = backward_methods.unscale_by_scripts(self)
         self.has_new_grads = unscale_new(leaves, self.scaler, self.scale) or scripts_had_grads

@@ -55,12 +55,10 @@ def make_or_skip_step(optimizer: AmpOptimizer, stash: OptimizerState, original: 
 @_torch.eager
 def make_ready(optimizer: AmpOptimizer, stash: OptimizerState) -> None:
     """Do what has waited for a step: transitions of the scale, messages, and masters that follow the model."""
-    if stash.scalers_to_move:
-        stash.move_scales()
+    stash.move_scales()
     if stash.unreduced is not None:
         count_averaged(stash)
-    if stash.undecided_steps:
-        report_arrived(stash)
+    report_arrived(stash)
     masters = stash.leaves.masters
     if masters:
         drop_cleared(masters)
