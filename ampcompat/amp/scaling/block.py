@@ -151,11 +151,8 @@ class Block(OpenBlock):
 
     def _has_masters(self) -> bool:
         """Whether its optimizers step masters, to which the gradients of half weights are added at the end."""
-        for optimizer in self.optimizers:
-            stash = optimizer._amp_stash
-            if stash.leaves.masters or stash.session.policy.master_weights:
-                return True
-        return False
+        stashes = [optimizer._amp_stash for optimizer in self.optimizers]
+        return any(stash.leaves.masters or stash.session.policy.master_weights for stash in stashes)
 
     def _begin(self) -> None:
         """Take the scale, and make room for the gradients of the backward pass."""
@@ -255,11 +252,11 @@ class Block(OpenBlock):
 
     def _note_overflow(self, overflow: Overflow) -> None:
         """Note ``overflow`` in the optimizers, and have others check that hold a leaf of the block, too."""
-        for optimizer in self.optimizers:
-            stash: OptimizerState = optimizer._amp_stash
+        stashes = [optimizer._amp_stash for optimizer in self.optimizers]
+        for stash in stashes:
             stash.note_overflow(overflow)
-            if stash.shared:
-                self._make_other_holders_check()
+        if any(stash.shared for stash in stashes):
+            self._make_other_holders_check()
 
     def _make_other_holders_check(self) -> None:
         """Make other optimizers that hold a leaf of the block look at their gradients before they step.

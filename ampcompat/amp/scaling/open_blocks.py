@@ -78,8 +78,7 @@ def open_block_of(leaves: Leaves) -> OpenBlock | None:
     if not block_state.open_blocks:
         return None
     blocks = [block for block in block_state.open_blocks if block.overlaps(leaves)]
-    blocks.sort(key=lambda block: block.is_plain)
-    return blocks[0] if blocks else None
+    return min(blocks, key=lambda block: block.is_plain, default=None)
 
 
 def is_in_block(optimizer: AmpOptimizer) -> bool:

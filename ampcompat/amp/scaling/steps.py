@@ -89,7 +89,7 @@ def flags_set(flags: list[StepFlag]) -> list[StepFlag]:
     _, first = flags[0]
     if len(flags) == 1:
         return flags if first.item() else []
-    values = torch.stack([flag.to(first.device) for _, flag in flags]).to("cpu").tolist()
+    values = torch.stack([flag.to(first.device) for _, flag in flags]).tolist()
     return [flag for flag, value in zip(flags, values, strict=True) if value]
 
 
