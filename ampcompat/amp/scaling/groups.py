@@ -20,8 +20,7 @@ from ampcompat.amp.half.record import ensure_master, note_half, record_of
 from ampcompat.amp.half.saving import hook
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, Leaves, OptimizerState, optimizer_index
-from ampcompat.amp.scaling.scaler import LossScaler
-from ampcompat.amp.scaling.session import Session, call_state
+from ampcompat.amp.scaling.session import Session
 from ampcompat.amp.scaling.unscaling import drop_cleared
 
 
@@ -239,21 +238,3 @@ def inner_optimizers(optimizer: object) -> list[Any]:
                 if isinstance(inner, torch.optim.Optimizer) and not any(inner is known for known in holders):
                     holders.append(inner)
     return holders[1:]
-
-
-# -- all calls of initialize -------------------------------------------------------------------------------------------
-def calls_shown() -> list[Session]:
-    """The calls of ``initialize`` whose optimizers are alive, the later first; the latest call if there are none.
-
-    ``amp._amp_state.loss_scalers`` are the first one's. A call without optimizers (for an averaged model) has
-    scalers that no loss uses.
-    """
-    calls = [optimizer._amp_stash.session for optimizer in reversed(optimizer_index.listed())]
-    if not calls and call_state.latest is not None:
-        calls = [call_state.latest]
-    return list(dict.fromkeys(calls))
-
-
-def scalers_shown() -> list[LossScaler]:
-    """What ``amp._amp_state.loss_scalers`` is after a call of ``initialize``."""
-    return calls_shown()[0].scalers

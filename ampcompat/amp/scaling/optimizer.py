@@ -26,8 +26,7 @@ from ampcompat.amp.scaling.closures import step_with_closure
 from ampcompat.amp.scaling.groups import follow_changes, follow_groups, give_back_params, match_state
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.open_blocks import block_state, is_in_block, open_block_of
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, optimizer_index
-from ampcompat.amp.scaling.scale_loss import under_amp
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, optimizer_index, under_amp
 from ampcompat.amp.scaling.session import Session
 from ampcompat.amp.scaling.steps import make_or_skip_step, report_all
 from ampcompat.amp.scaling.unreduced import averages_by_script

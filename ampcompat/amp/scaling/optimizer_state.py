@@ -1,4 +1,4 @@
-"""What amp keeps with one optimizer, as ``optimizer._amp_stash``, and which optimizers are under amp.
+"""What amp keeps with one optimizer, as ``optimizer._amp_stash``, and which optimizers and calls there are.
 
 apex kept the same there (``apex/amp/_process_optimizer.py: AmpOptimizerState``). Scripts test for apex's attributes:
 ``ampcompat.amp._process_optimizer.AmpOptimizerState`` adds them.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -19,7 +19,7 @@ from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import Master
 from ampcompat.amp.scaling.loss_scale import UncountedPasses
 from ampcompat.amp.scaling.scaler import LossScaler
-from ampcompat.amp.scaling.session import Session
+from ampcompat.amp.scaling.session import Session, call_state
 
 
 # -- the tensors of optimizers -----------------------------------------------------------------------------------------
@@ -252,3 +252,36 @@ class OptimizerIndex(Part):
 
 
 optimizer_index = state.add(OptimizerIndex())
+
+
+def under_amp(optimizer: Any) -> Any:
+    """The initialized optimizer in ``optimizer``, a LARC that was built around one; else ``optimizer`` itself.
+
+    An object that forwards to an optimizer has the methods that amp has put on it: they are bound to the optimizer.
+    """
+    method = getattr(optimizer, "_amp_prepare_masters", None)
+    if method is not None:
+        return method.__self__
+    inner = getattr(optimizer, "optim", None)
+    if inner is None:
+        return optimizer
+    is_initialized = hasattr(inner, "_amp_stash") or inner in optimizer_index.disabled
+    return inner if is_initialized else optimizer
+
+
+# -- all calls of initialize -------------------------------------------------------------------------------------------
+def calls_shown() -> list[Session]:
+    """The calls of ``initialize`` whose optimizers are alive, the later first; the latest call if there are none.
+
+    ``amp._amp_state.loss_scalers`` are the first one's. A call without optimizers (for an averaged model) has
+    scalers that no loss uses.
+    """
+    calls = [optimizer._amp_stash.session for optimizer in reversed(optimizer_index.listed())]
+    if not calls and call_state.latest is not None:
+        calls = [call_state.latest]
+    return list(dict.fromkeys(calls))
+
+
+def scalers_shown() -> list[LossScaler]:
+    """What ``amp._amp_state.loss_scalers`` is after a call of ``initialize``."""
+    return calls_shown()[0].scalers
