@@ -95,7 +95,8 @@ class Block(OpenBlock):
         transition: When the scale moves.
         entered: Whether it was entered.
         needs_scale: Whether its loss is multiplied by the scale.
-        has_own_methods: Whether a script has put methods of its own on an optimizer, where apex's saved and unscaled.
+        has_own_methods: Whether a script has replaced ``_prepare_amp_backward`` or ``_post_amp_backward`` of one of its
+            optimizers.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class Block(OpenBlock):
     @_torch.eager
     def __exit__(self, kind: object, error: BaseException | None = None, trace: object = None) -> None:
         """Unscale the new gradients; or, after an exception, undo the block."""
-        optimizer_index.gone.clear()  # their gradients may be scaled now
+        optimizer_index.gone.clear()  # the block may have added scaled gradients to what collected optimizers held
         if kind is not None:
             self._undo(error)
             return

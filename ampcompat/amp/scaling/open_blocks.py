@@ -1,7 +1,8 @@
-"""Scaled gradients belong to an open block, and to it alone.
+"""Which ``scale_loss`` blocks are open, and what each owns.
 
-Outside of blocks gradients are unscaled: they are the ``grad`` of a master or of a parameter, as in plain torch. The
-head of ``block`` says what each event does to them.
+While a block is open, the gradients of its tensors are multiplied by its scale. Outside of blocks gradients are
+unscaled: they are the ``grad`` of a master or of a parameter, as in plain torch. The head of ``block`` says what each
+event does to them.
 """
 
 from __future__ import annotations
