@@ -18,6 +18,23 @@ its overflow is in      ``overflows``: it skips the next step         ``overflow
                                                                       step, unless the script has called
                                                                       ``update_scale()`` (``script_decides``)
 ======================  ============================================  ============================================
+
+:meth:`MovingScale.adjust` alone makes transitions. It is called by
+
+==============================  ====================================  ============================================
+caller                          when                                  of which scalers
+==============================  ====================================  ============================================
+``Block._unscale``              a block ends                          that of its loss
+``unreduced._count``            a block ends, of gradients that have  those whose passes have waited for it
+                                been averaged; a step, where the
+                                script has averaged them
+``MovingScale.move_at_step``    the next block without                those whose passes ``delay_unscale`` has left
+                                ``delay_unscale``, a step,            uncounted
+                                ``amp.master_params``
+``LossScaler.update_scale``     the script calls it                   that one
+==============================  ====================================  ============================================
+
+Scripts also write the scale, and load it: see ``scaler``.
 """
 
 from __future__ import annotations
