@@ -51,7 +51,7 @@ def test_each_part_of_the_state_describes_its_fields():
 
 
 def callers_of(method):
-    """Each function of the core that calls ``method`` of an object, with the name of its class, or else of its module."""
+    """Each function of the core that calls ``method`` of an object: its name after its class, or else its module."""
     for path in sorted((HERE.parents[1] / "ampcompat" / "amp").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         holders = [(path.stem, tree), *((node.name, node) for node in tree.body if isinstance(node, ast.ClassDef))]
