@@ -127,7 +127,7 @@ def skipped_as_far_as_known(optimizer):
 def overflow_flags(optimizer):
     """How many flags of overflows are kept for the next step."""
     stash = optimizer._amp_stash
-    return len(stash.overflows) + len(stash.delayed_overflows)
+    return len(stash.overflows) + len(stash.overflows_for_script)
 
 
 def is_watched():

@@ -33,6 +33,7 @@ from ampcompat._torch.arithmetic import (
     inverse_of,
     is_capturing,
     is_window,
+    moved_to,
     sum_of,
     unscale_and_check_,
     update_scale_,

@@ -123,6 +123,15 @@ def is_capturing() -> bool:
     return initialized and torch.cuda.is_current_stream_capturing()
 
 
+def moved_to(device: torch.device, number: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """``number``, a flag, a scale or a count, on ``device``; a host sync where it goes from another one to the CPU.
+
+    ``to("cpu", non_blocking=True)`` returns before the copy has arrived: torch then takes pinned memory for it
+    (``pin_out`` in its ``TensorConversions.cpp``), and an op on the CPU would read what was there before.
+    """
+    return number.to(device, dtype, non_blocking=device.type != "cpu")
+
+
 class HostCopy:
     """Numbers of a device on their way to host memory; starting the copy does not wait for the device.
 
@@ -160,11 +169,11 @@ class HostCopy:
 
 
 def any_of(flags: list[torch.Tensor]) -> torch.Tensor:
-    """Whether one of ``flags`` is set, on the device of the first. No host sync."""
+    """Whether one of ``flags`` is set, on the device of the first. No host sync, unless that is the CPU."""
     first, *others = flags
     if not others:
         return first
-    return torch.stack([first, *(flag.to(first.device, non_blocking=True) for flag in others)]).amax()
+    return torch.stack([first, *(moved_to(first.device, flag) for flag in others)]).amax()
 
 
 def any_non_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -222,7 +231,7 @@ def found_inf_and_scale(
     if not is_unscaled:
         scaler._check_inf_per_device(optimizer)
     scale: torch.Tensor = scaler._get_scale_async()  # type: ignore[assignment] # made by now
-    flags = [flag.to(scale.device, non_blocking=True) for flag in state["found_inf_per_device"].values()]
+    flags = [moved_to(scale.device, flag) for flag in state["found_inf_per_device"].values()]
     found_inf = torch.stack(flags).amax() if flags else torch.zeros((), dtype=torch.float32, device=scale.device)
     return found_inf, None if is_unscaled else scale
 

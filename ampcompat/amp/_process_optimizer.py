@@ -34,7 +34,7 @@ class AmpOptimizerState(OptimizerState):
                 "params_have_scaled_gradients = True - only a scale_loss block knows by what gradients are scaled -"
                 " write `with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled: scaled.backward()`."
             )
-        if self.delayed_scalers and any(leaf.grad is not None for leaf in self.leaves.tensors()):
+        if self.scalers_to_move and any(leaf.grad is not None for leaf in self.leaves.tensors()):
             raise RuntimeError(
                 "params_have_scaled_gradients = False after a scale_loss block with delay_unscale=True - the block has"
                 " unscaled the gradients already (D55) - do not divide them by the loss scale, and leave this line out."
@@ -47,7 +47,7 @@ class AmpOptimizerState(OptimizerState):
         Writing it changes nothing. apex patched ``step`` to skip, and skipped none of those that a script had marked as
         patched.
         """
-        undecided = [overflow.flag for overflow in self.delayed_overflows.values() if not overflow.is_decided]
+        undecided = [overflow.flag for overflow in self.overflows_for_script.values() if not overflow.script_decides]
         return any(flag.item() for flag in (*self.overflows.values(), *undecided))
 
     @already_patched.setter

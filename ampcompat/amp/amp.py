@@ -27,7 +27,7 @@ from ampcompat.amp.casts.rules import op_rules
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.levels import casting_level
 from ampcompat.amp.properties import read_properties
-from ampcompat.amp.scaling.groups import scalers_shown
+from ampcompat.amp.scaling.optimizer_state import scalers_shown
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session, call_state
 from ampcompat.amp.session_casts import begin_casts_of_init

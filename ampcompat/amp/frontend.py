@@ -34,9 +34,9 @@ from ampcompat.amp.properties import Properties, read_properties
 from ampcompat.amp.scaling import checkpoint
 from ampcompat.amp.scaling.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.scaling.clearing import watch_modules
-from ampcompat.amp.scaling.groups import calls_shown, follow_groups, model_tensor, scalers_shown
+from ampcompat.amp.scaling.groups import follow_groups, model_tensor
 from ampcompat.amp.scaling.optimizer import attach, detach
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, optimizer_index
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, calls_shown, optimizer_index, scalers_shown
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session, call_state
 from ampcompat.amp.session_casts import begin_casts, release_casts

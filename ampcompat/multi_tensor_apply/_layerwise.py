@@ -39,9 +39,9 @@ def grad_norm(params: Iterable[Tensor], grad_scale: Tensor | None) -> Tensor:
     parts = [torch.linalg.vector_norm(norms(grads)) for grads in by_kind.values()]
     device = parts[0].device
     dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([part.to(device, dtype, non_blocking=True) for part in parts]))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([_torch.moved_to(device, part, dtype) for part in parts]))
     if grad_scale is not None:
-        norm = norm / grad_scale.to(norm.device, non_blocking=True)
+        norm = norm / _torch.moved_to(norm.device, grad_scale)
     return norm
 
 

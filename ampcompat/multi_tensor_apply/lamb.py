@@ -103,7 +103,7 @@ def multi_tensor_lamb_stage1_cuda(
         norm = number_on(device, global_grad_norm)
         grads = list(_layerwise.clipped(grads, norm, max_global_grad_norm))
         directions = _rules.adam_update_(params, grads, exp_avgs, exp_avg_sqs, hyper)
-        decays = per_tensor_decay.to(device, non_blocking=True).unbind()
+        decays = _torch.moved_to(device, per_tensor_decay).unbind()
         _torch.foreach_copy_(updates, _torch.foreach_add(directions, _torch.foreach_mul(params, list(decays))))
 
 
@@ -141,7 +141,7 @@ def multi_tensor_lamb_stage2_cuda(
         update: _torch.Tensors = updates
         if use_nvlamb_python or weight_decay is None or weight_decay != 0.0:
             ratios = _layerwise.trust_ratios(per_tensor_param_norm, per_tensor_update_norm)
-            update = _torch.foreach_mul(update, list(ratios.to(params[0].device, non_blocking=True).unbind()))
+            update = _torch.foreach_mul(update, list(_torch.moved_to(params[0].device, ratios).unbind()))
         _rules.descend_(params, update, lr, None)
 
 

@@ -119,16 +119,16 @@ def write_unless(is_set: Tensor, targets: list[Tensor], values: Sequence[Tensor]
 def flag_unless_finite(noop_flag: Tensor, numbers: Tensor) -> None:
     """Set ``noop_flag`` to 1 if one of ``numbers`` is inf or NaN; a flag that is set stays so. No host sync."""
     has_non_finite = numbers.isfinite().all().logical_not()
-    noop_flag.masked_fill_(has_non_finite.to(noop_flag.device, non_blocking=True), 1)
+    noop_flag.masked_fill_(_torch.moved_to(noop_flag.device, has_non_finite), 1)
 
 
 def is_set(noop_flag: Tensor, device: torch.device) -> Tensor:
     """Return whether ``noop_flag`` is set, 0-dim, on ``device``. No host sync."""
-    return (noop_flag.reshape(()) != 0).to(device, non_blocking=True)
+    return _torch.moved_to(device, noop_flag.reshape(()) != 0)
 
 
 def number_on(device: torch.device, value: float | Tensor) -> Tensor:
     """Return ``value``, a number or a tensor of one element, as 0-dim float32 on ``device``. No host sync."""
     if isinstance(value, Tensor):
-        return value.reshape(()).to(device, torch.float32, non_blocking=True)
+        return _torch.moved_to(device, value.reshape(()), torch.float32)
     return torch.full((), value, dtype=torch.float32, device=device)

@@ -47,7 +47,7 @@ class Scaling:
         """Return the same as float32 on ``device``; no host sync."""
 
         def moved(value: Tensor | None) -> Tensor | None:
-            return None if value is None else value.to(device, torch.float32, non_blocking=True).reshape(())
+            return None if value is None else _torch.moved_to(device, value, torch.float32).reshape(())
 
         return Scaling(moved(self.found_inf), moved(self.grad_scale))
 

@@ -55,7 +55,7 @@ class StepCounts:
         skipped: float | None = None if on_device else 0.0
         if found_inf is not None:
             skipped = _torch.host_value(found_inf)
-            found_inf = found_inf.to(device, non_blocking=True)
+            found_inf = _torch.moved_to(device, found_inf)
         counts: dict[int, _Count] = {}
         for group in filled:
             shown = int(group.get("step", 0))
@@ -84,7 +84,7 @@ class StepCounts:
         """Return the number of the current step of ``group``: an int, or 0-dim float32 on ``device``."""
         count = self._counts.get(id(group))
         if count is not None:
-            return count.value.to(device, non_blocking=True)
+            return _torch.moved_to(device, count.value)
         return int(group.get("step", 0))
 
     def make_exact(self) -> None:

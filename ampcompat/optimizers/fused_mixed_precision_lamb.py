@@ -115,10 +115,10 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         for group in self.param_groups:
             self._hold_as_tensors(group)
             step = group["step"]
-            step.add_(1 if found_inf is None else (found_inf == 0).to(step.device, step.dtype, non_blocking=True))
+            step.add_(1 if found_inf is None else _torch.moved_to(step.device, found_inf == 0, step.dtype))
 
     def _step_of(self, group: ParamGroup, device: torch.device) -> int | Tensor:
-        step: Tensor = group["step"].to(device, torch.float32, non_blocking=True)
+        step: Tensor = _torch.moved_to(device, group["step"], torch.float32)
         return step.reshape(())
 
     def _hold_as_tensors(self, group: ParamGroup) -> None:

@@ -47,24 +47,53 @@ def test_it_is_said_once_and_the_new_one_is_not_trained(level):
     model, optimizer = started(level, One)
     new = model.layer.weight = new_parameter(level)
     before = new.detach().clone()
-    with pytest.warns(UserWarning, match="Parameter 'weight' was replaced after amp.initialize - the optimizer holds"):
+    with pytest.warns(
+        UserWarning, match="Parameter 'weight' of shape .* was replaced after amp.initialize - the optimizer holds"
+    ):
         step(model, optimizer)
     step(model, optimizer)
     assert torch.equal(new, before)
+
+
+class Two(nn.Module):
+    """Two weights of one name in their modules, and of different shapes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 3, bias=False)
+        self.second = nn.Linear(3, 4, bias=False)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@LEVEL
+def test_each_of_one_name_is_told(level):
+    model, _optimizer = started(level, Two)
+    for layer in (model.first, model.second):
+        layer.weight = nn.Parameter(torch.zeros_like(layer.weight))
+    with pytest.warns(UserWarning, match="was replaced") as said:
+        model.state_dict()
+    model.state_dict()  # says nothing more
+    texts = [str(warning.message) for warning in said]
+    assert [text[: text.index(" was")] for text in texts] == [
+        "Parameter 'weight' of shape (3, 4)",
+        "Parameter 'weight' of shape (4, 3)",
+    ]
 
 
 @LEVEL
 def test_a_save_says_so_too(level):
     model, _optimizer = started(level, One)
     new = model.layer.weight = new_parameter(level)
-    with pytest.warns(UserWarning, match="Parameter 'weight' was replaced after amp.initialize"):
+    with pytest.warns(UserWarning, match="Parameter 'weight' of shape .* was replaced after amp.initialize"):
         saved = model.state_dict()
     assert torch.equal(saved["layer.weight"], new.detach().float())
 
 
 @LEVEL
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.filterwarnings("ignore:Parameter 'weight' was replaced after amp.initialize")
+@pytest.mark.filterwarnings("ignore:Parameter 'weight' of shape .* was replaced after amp.initialize")
 def test_one_that_is_added_is_trained_in_its_group(level, when):
     model, optimizer = started(level, One)
     new = new_parameter(level)

@@ -1,5 +1,6 @@
-"""The page docs/architecture.md says what is in the code: its tables, modules, functions."""
+"""The page docs/architecture.md, and heads of modules, say what is in the code: its tables, modules, functions."""
 
+import ast
 import importlib
 import inspect
 import re
@@ -8,6 +9,8 @@ from pathlib import Path
 
 from internals import fields_of_state
 from layers import ORDER
+
+from ampcompat.amp.scaling import loss_scale
 
 HERE = Path(__file__).parent
 PAGE = runpy.run_path(str(HERE.parents[1] / "docs" / "architecture.py"))
@@ -45,3 +48,23 @@ def test_the_page_names_functions_that_there_are():
 def test_each_part_of_the_state_describes_its_fields():
     for part, names in fields_of_state().items():
         assert re.findall(r"^    (\w+): ", inspect.getdoc(part) or "", re.MULTILINE) == names, part
+
+
+def callers_of(method):
+    """Each function of the core that calls ``method`` of an object: its name after its class, or else its module."""
+    for path in sorted((HERE.parents[1] / "ampcompat" / "amp").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        holders = [(path.stem, tree), *((node.name, node) for node in tree.body if isinstance(node, ast.ClassDef))]
+        for holder, body in holders:
+            for function in body.body:
+                if not isinstance(function, ast.FunctionDef):
+                    continue
+                called = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+                if any(isinstance(each, ast.Attribute) and each.attr == method for each in called):
+                    yield f"{holder}.{function.name}"
+
+
+def test_the_head_of_the_loss_scale_lists_what_moves_it():
+    listed = re.findall(r"^``(\w+\.\w+)``  ", loss_scale.__doc__, re.MULTILINE)
+    assert set(callers_of("adjust")) == set(listed)
+    assert set(callers_of("_move")) == {"MovingScale.adjust"}

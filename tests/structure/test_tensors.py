@@ -1,4 +1,7 @@
-"""Every tensor that the package makes names its dtype and device: a script may set other defaults."""
+"""What holds of every tensor that the package makes, or copies to another device.
+
+Each that is made names its dtype and device: a script may set other defaults. One function copies without waiting.
+"""
 
 import ast
 from pathlib import Path
@@ -42,4 +45,21 @@ def test_every_tensor_names_its_dtype_and_device():
         name = path.relative_to(PACKAGE).as_posix()
         if name not in NOT_OURS:
             found += [f"{name}:{line}" for line in makers_without_dtype_or_device(path.read_text(encoding="utf-8"))]
+    assert found == []
+
+
+#: It has that function, and ``HostCopy``, whose event says when a copy has arrived.
+MAY_NOT_WAIT = {"_torch/arithmetic.py"}
+
+
+def test_other_modules_leave_it_to_one_function_which_copies_are_waited_for():
+    """A copy to the CPU must be: what reads it there would read what the memory held before."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        if name in MAY_NOT_WAIT:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.keyword) and node.arg == "non_blocking":
+                found.append(f"{name}:{node.lineno}")
     assert found == []

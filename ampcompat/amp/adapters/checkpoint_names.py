@@ -17,7 +17,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp.half.masters import Master
-from ampcompat.amp.scaling.groups import look_up
+from ampcompat.amp.scaling.groups import follow_changes
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
 
 
@@ -40,7 +40,7 @@ def _masters_named(
     for optimizer in optimizers:
         stash = vars(optimizer).get("_amp_stash")
         if stash is not None:
-            look_up(optimizer)
+            follow_changes(optimizer)
             stashes.append((optimizer, stash))
             masters += stash.leaves.masters
     by_half = {master.half: master.value for master in masters}

@@ -318,7 +318,11 @@ def to_push_and_pull(masters: Sequence[Master]) -> tuple[list[Master], list[Mast
 
 # -- keep both copies equal --------------------------------------------------------------------------------------------
 def push_written(masters: Sequence[Master]) -> None:
-    """Round masters that a script wrote into their half weights, before a forward. No host sync."""
+    """Round masters that a script wrote into their half weights, before a forward. No host sync.
+
+    Half weights that were written are used as they are. Their masters only follow the module: ``model.to(device)`` and
+    ``model.float()`` are such writes, too (:meth:`Master.follow_module`).
+    """
     written = [*half_written(masters), *value_written(masters)]
     if written:
         _torch.run_untraced(_bring_up_to_date, written, pulls=False)
@@ -333,7 +337,7 @@ def align_written(masters: Sequence[Master]) -> None:
 
 
 def _bring_up_to_date(written: Sequence[Master], *, pulls: bool) -> None:
-    """Push masters that a script wrote; if ``pulls``, also pull what it wrote to half weights."""
+    """Have each master follow its module; push what a script wrote to it; if ``pulls``, pull half weights it wrote."""
     tensors_are_stand_ins = torch.compiler.is_compiling() or _torch.in_fake_mode()
     if tensors_are_stand_ins:
         return

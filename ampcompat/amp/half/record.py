@@ -171,6 +171,8 @@ def model_param(param: torch.Tensor) -> torch.Tensor:
 def check_replaced(masters: Iterable[Master]) -> None:
     """Warn, once, of each parameter that a module holds in the place of one with a master.
 
+    Its master forgets where the replaced one was (``slots``): later steps need not look there.
+
     Raises:
         RuntimeError: ``fully_shard``, or a move to another kind of device, has put it there.
     """
@@ -180,13 +182,14 @@ def check_replaced(masters: Iterable[Master]) -> None:
             if not isinstance(now, torch.nn.Parameter) or now is master.half:
                 continue
             if master_of(now) is None:  # one with a master is tied to a weight that is trained
-                _warn_of_replacement(name, now, master.half.device)
+                _refuse_or_warn(name, now, master)
                 master.slots = []
                 break
 
 
-def _warn_of_replacement(name: str, now: torch.Tensor, device: torch.device) -> None:
+def _refuse_or_warn(name: str, now: torch.Tensor, master: Master) -> None:
     where = repr(name)
+    device = master.half.device
     if _torch.is_sharded(now):
         raise RuntimeError(
             f"Parameter {where} was sharded (fully_shard) after amp.initialize made its float32 master - masters are"
@@ -199,8 +202,8 @@ def _warn_of_replacement(name: str, now: torch.Tensor, device: torch.device) -> 
             " holds, stayed - move the model before the optimizer is made and amp.initialize is called."
         )
     warn_once(
-        f"replaced {where}",
-        f"Parameter {where} was replaced after amp.initialize - the optimizer holds the old one, and does not train the"
-        " new one, as in plain PyTorch - copy new values into it (module.weight.data.copy_(...)), or give the new one"
-        " to optimizer.add_param_group (D15).",
+        f"replaced {id(master)}",
+        f"Parameter {where} of shape {tuple(master.half.shape)} was replaced after amp.initialize - the optimizer"
+        " holds the old one, and does not train the new one, as in plain PyTorch - copy new values into it"
+        " (module.weight.data.copy_(...)), or give the new one to optimizer.add_param_group (D15).",
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from ampcompat import _torch
 from ampcompat.amp.observers import notify, observer_state
-from ampcompat.amp.scaling.groups import look_up
+from ampcompat.amp.scaling.groups import follow_changes
 from ampcompat.amp.scaling.open_blocks import OpenBlock, ScriptsPart, open_block_of
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, Leaves, OptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
@@ -23,7 +23,7 @@ def prepare_amp_backward(optimizer: AmpOptimizer) -> None:
     Outside of blocks, ``_post_amp_backward`` adds them to what the next backward pass gives.
     """
     stash: OptimizerState = optimizer._amp_stash
-    look_up(optimizer)
+    follow_changes(optimizer)
     block = open_block_of(stash.leaves)
     if block is not None:
         save_grads(stash.leaves, block.saved)
@@ -54,10 +54,9 @@ def post_amp_backward(optimizer: AmpOptimizer, scaler: LossScaler) -> None:
 def are_replaced(optimizers: list[AmpOptimizer]) -> bool:
     """Whether a script has put a method of its own on one of ``optimizers``."""
     for optimizer in optimizers:
-        prepare, post = map(vars(optimizer).get, ("_prepare_amp_backward", "_post_amp_backward"))
-        if getattr(prepare, "__func__", None) is not prepare_amp_backward:
+        if _override(optimizer, "_prepare_amp_backward", prepare_amp_backward) is not None:
             return True
-        if getattr(post, "__func__", None) is not post_amp_backward:
+        if _override(optimizer, "_post_amp_backward", post_amp_backward) is not None:
             return True
     return False
 

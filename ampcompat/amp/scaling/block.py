@@ -58,7 +58,7 @@ from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.scaling import backward_methods
 from ampcompat.amp.scaling.adapter import adapter_state
 from ampcompat.amp.scaling.clearing import forget_overflows_if_cleared
-from ampcompat.amp.scaling.groups import look_up
+from ampcompat.amp.scaling.groups import follow_changes
 from ampcompat.amp.scaling.loss_scale import Transition
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.open_blocks import OpenBlock, block_state, leaves_of, open_block_of
@@ -67,9 +67,9 @@ from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.steps import report_arrived
 from ampcompat.amp.scaling.unreduced import (
     bring_back,
+    count_reduced,
     drop_brought,
     kept_by_wrappers,
-    note_reduced,
     note_unreduced,
     waits_for_reduction,
 )
@@ -95,7 +95,8 @@ class Block(OpenBlock):
         transition: When the scale moves.
         entered: Whether it was entered.
         needs_scale: Whether its loss is multiplied by the scale.
-        has_own_methods: Whether a script has put methods of its own on an optimizer, where apex's saved and unscaled.
+        has_own_methods: Whether a script has replaced ``_prepare_amp_backward`` or ``_post_amp_backward`` of one of its
+            optimizers.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Block(OpenBlock):
     def _find_leaves(self) -> None:
         """Find the tensors that get gradients, and whether anything is to be done about these."""
         for optimizer in self.optimizers:
-            look_up(optimizer)
+            follow_changes(optimizer)
         self.leaves = leaves_of(self.optimizers)
         self.needs_scale = not self.scaler.is_one or self._has_flags()
         self.is_plain = not self.needs_scale and not self._has_masters()
@@ -147,15 +148,12 @@ class Block(OpenBlock):
     def _has_flags(self) -> bool:
         """Whether steps of its optimizers wait for the flags of other scalers: then :meth:`_begin` has to look."""
         stashes = [optimizer._amp_stash for optimizer in self.optimizers]
-        return any(stash.overflows or stash.delayed_overflows for stash in stashes)
+        return any(stash.overflows or stash.overflows_for_script for stash in stashes)
 
     def _has_masters(self) -> bool:
         """Whether its optimizers step masters, to which the gradients of half weights are added at the end."""
-        for optimizer in self.optimizers:
-            stash = optimizer._amp_stash
-            if stash.leaves.masters or stash.session.policy.master_weights:
-                return True
-        return False
+        stashes = [optimizer._amp_stash for optimizer in self.optimizers]
+        return any(stash.leaves.masters or stash.session.policy.master_weights for stash in stashes)
 
     def _begin(self) -> None:
         """Take the scale, and make room for the gradients of the backward pass."""
@@ -167,9 +165,8 @@ class Block(OpenBlock):
                 drop_cleared(other._amp_stash.leaves.masters)  # before the backward pass adds to what was cleared
         for optimizer in self.optimizers:
             stash: OptimizerState = optimizer._amp_stash
-            if stash.undecided_steps:
-                report_arrived(stash)
-            if stash.overflows or stash.delayed_overflows or stash.checks_gradients:
+            report_arrived(stash)
+            if stash.overflows or stash.overflows_for_script or stash.checks_gradients:
                 forget_overflows_if_cleared(stash)
         # Older gradients go out of ``p.grad``.
         self.has_own_methods = backward_methods.are_replaced(self.optimizers)
@@ -206,7 +203,7 @@ class Block(OpenBlock):
     @_torch.eager
     def __exit__(self, kind: object, error: BaseException | None = None, trace: object = None) -> None:
         """Unscale the new gradients; or, after an exception, undo the block."""
-        optimizer_index.gone.clear()  # their gradients may be scaled now
+        optimizer_index.gone.clear()  # the block may have added scaled gradients to what collected optimizers held
         if kind is not None:
             self._undo(error)
             return
@@ -228,8 +225,7 @@ class Block(OpenBlock):
         """Unscale the new gradients, add saved ones, and make the scaler's transition. No host sync."""
         scripts_had_grads = False
         leaves = self.leaves
-        if self.brought is not None:
-            drop_brought(self)
+        drop_brought(self)
         if self.has_own_methods:
             scripts_had_grads, leaves = backward_methods.unscale_by_scripts(self)
         self.has_new_grads = unscale_new(leaves, self.scaler, self.scale) or scripts_had_grads
@@ -237,31 +233,31 @@ class Block(OpenBlock):
             add_saved(self.saved)
         if self.transition is Transition.AT_STEP:
             for optimizer in self.optimizers:
-                optimizer._amp_stash.delayed_scalers.add(self.scaler)
+                optimizer._amp_stash.scalers_to_move.add(self.scaler)
         if adapter_state.adapters and waits_for_reduction(self.leaves):
             note_unreduced(self)
             return
         found_inf = self.scaler.take_found_inf()
         flag = self.scaler.adjust(found_inf, self.transition)
         if flag is not None:
-            delayed = self.scaler.delayed if self.transition is Transition.BY_SCRIPT else None
-            self._note_overflow(Overflow(self.scaler, flag, delayed))
+            for_script = self.scaler.uncounted if self.transition is Transition.BY_SCRIPT else None
+            self._note_overflow(Overflow(self.scaler, flag, for_script))
         if adapter_state.adapters:
-            for overflow in note_reduced(self, found_inf):
+            for overflow in count_reduced(self, found_inf):
                 self._note_overflow(overflow)
         if self.transition is not Transition.AT_STEP:
             for optimizer in self.optimizers:
                 stash: OptimizerState = optimizer._amp_stash
-                stash.make_delayed_transitions()
-                stash.delayed_scalers.clear()
+                stash.move_scales()
+                stash.scalers_to_move.clear()
 
     def _note_overflow(self, overflow: Overflow) -> None:
         """Note ``overflow`` in the optimizers, and have others check that hold a leaf of the block, too."""
-        for optimizer in self.optimizers:
-            stash: OptimizerState = optimizer._amp_stash
+        stashes = [optimizer._amp_stash for optimizer in self.optimizers]
+        for stash in stashes:
             stash.note_overflow(overflow)
-            if stash.shared:
-                self._make_other_holders_check()
+        if any(stash.shared for stash in stashes):
+            self._make_other_holders_check()
 
     def _make_other_holders_check(self) -> None:
         """Make other optimizers that hold a leaf of the block look at their gradients before they step.

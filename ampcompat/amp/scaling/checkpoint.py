@@ -15,8 +15,7 @@ from typing import Any
 from ampcompat._log import say, warn_once
 from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.options import is_scale, number
-from ampcompat.amp.scaling.groups import calls_shown
-from ampcompat.amp.scaling.optimizer_state import optimizer_index
+from ampcompat.amp.scaling.optimizer_state import calls_shown, optimizer_index
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import call_state
 

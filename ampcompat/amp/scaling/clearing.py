@@ -14,7 +14,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp.half.masters import Master, master_of
-from ampcompat.amp.scaling.groups import look_up
+from ampcompat.amp.scaling.groups import follow_changes
 from ampcompat.amp.scaling.open_blocks import block_state
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, optimizer_index
 from ampcompat.amp.scaling.unscaling import drop_cleared, drop_unreduced
@@ -24,7 +24,7 @@ from ampcompat.amp.scaling.unscaling import drop_cleared, drop_unreduced
 def clear_by_optimizer(optimizer: AmpOptimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Clear gradients as asked: of masters, by the ``original`` method, and with them those of the model."""
     stash: OptimizerState = optimizer._amp_stash
-    look_up(optimizer)
+    follow_changes(optimizer)
     masters = stash.leaves.masters
     if masters:
         drop_cleared(masters)  # before what is None becomes zeros

@@ -12,7 +12,7 @@ import torch
 
 from ampcompat.amp.casts.contexts import Saved, restored
 from ampcompat.amp.half.masters import align_written
-from ampcompat.amp.scaling.groups import look_up
+from ampcompat.amp.scaling.groups import follow_changes
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState
 from ampcompat.amp.scaling.steps import (
     StepFlag,
@@ -87,7 +87,7 @@ class _Evaluation:
         """Return the flags that are set of gradients from before the step, with which the optimizer begins it."""
         stash = self._stash
         make_ready(self._optimizer, stash)
-        has_earlier = bool(stash.overflows or stash.delayed_overflows)
+        has_earlier = bool(stash.overflows or stash.overflows_for_script)
         overflowed = _take_flags(stash) if has_earlier else []
         self.has_acted = has_earlier and not overflowed
         return overflowed
@@ -97,7 +97,7 @@ class _Evaluation:
 
         Weights follow the masters before.
         """
-        look_up(self._optimizer)
+        follow_changes(self._optimizer)
         align_written(self._stash.leaves.masters)
         with torch.enable_grad(), restored(self._outside):
             loss = self._closure()

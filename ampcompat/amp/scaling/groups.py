@@ -20,14 +20,17 @@ from ampcompat.amp.half.record import ensure_master, note_half, record_of
 from ampcompat.amp.half.saving import hook
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, Leaves, OptimizerState, optimizer_index
-from ampcompat.amp.scaling.scaler import LossScaler
-from ampcompat.amp.scaling.session import Session, call_state
+from ampcompat.amp.scaling.session import Session
 from ampcompat.amp.scaling.unscaling import drop_cleared
 
 
 @_torch.eager
-def look_up(optimizer: AmpOptimizer) -> None:
-    """Follow the groups of ``optimizer``, and its ``step``, where they have changed."""
+def follow_changes(optimizer: AmpOptimizer) -> None:
+    """Follow what a script has changed of ``optimizer`` since the last call: its groups and its ``step``.
+
+    Where its groups have changed, so may have those of others: :func:`follow_groups` puts masters into them, and drops
+    gradients that newcomers bring. A ``step`` that a script has put in the place of amp's is wrapped.
+    """
     stash = optimizer._amp_stash
     if not _is_up_to_date(optimizer, stash):
         follow_groups()
@@ -47,7 +50,7 @@ def _is_up_to_date(optimizer: AmpOptimizer, stash: OptimizerState) -> bool:
     return True
 
 
-def _look_up_anew(optimizer: AmpOptimizer) -> None:
+def _take_in(optimizer: AmpOptimizer) -> None:
     """Put masters of half params into the groups of ``optimizer``, and note what it holds."""
     stash = optimizer._amp_stash
     masters = put_masters_into(optimizer, stash.session)
@@ -56,10 +59,10 @@ def _look_up_anew(optimizer: AmpOptimizer) -> None:
     held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
     stash.leaves = Leaves(masters, [param for key, param in held.items() if key not in sides])
     stash.groups = [list(group["params"]) for group in optimizer.param_groups]
-    note_when_gone(optimizer, stash.leaves.ids())
+    _note_when_gone(optimizer, stash.leaves.ids())
 
 
-def note_when_gone(optimizer: AmpOptimizer, ids: set[int]) -> None:
+def _note_when_gone(optimizer: AmpOptimizer, ids: set[int]) -> None:
     """Have the ``ids`` of its leaves noted when ``optimizer`` is collected: another may come in its place."""
     stash = optimizer._amp_stash
     if stash.when_gone is not None:
@@ -86,7 +89,7 @@ def follow_groups(unscaled: Set[int] = frozenset()) -> None:
         if _is_up_to_date(optimizer, stash):
             continue
         drop_cleared(stash.leaves.masters)  # one that leaves may come back, when a later block has given it another
-        _look_up_anew(optimizer)
+        _take_in(optimizer)
         if stash.session.has_scaled:
             stash.checks_gradients = True  # an overflow may have left gradients of what it holds now
             _drop_gradients(stash.leaves.part(stash.leaves.ids() - known))
@@ -235,21 +238,3 @@ def inner_optimizers(optimizer: object) -> list[Any]:
                 if isinstance(inner, torch.optim.Optimizer) and not any(inner is known for known in holders):
                     holders.append(inner)
     return holders[1:]
-
-
-# -- all calls of initialize -------------------------------------------------------------------------------------------
-def calls_shown() -> list[Session]:
-    """The calls of ``initialize`` whose optimizers are alive, the later first; the latest call if there are none.
-
-    ``amp._amp_state.loss_scalers`` are the first one's. A call without optimizers (for an averaged model) has
-    scalers that no loss uses.
-    """
-    calls = [optimizer._amp_stash.session for optimizer in reversed(optimizer_index.listed())]
-    if not calls and call_state.latest is not None:
-        calls = [call_state.latest]
-    return list(dict.fromkeys(calls))
-
-
-def scalers_shown() -> list[LossScaler]:
-    """What ``amp._amp_state.loss_scalers`` is after a call of ``initialize``."""
-    return calls_shown()[0].scalers

@@ -2,6 +2,39 @@
 
 This is all that a step needs of a scaler; ``scaler.LossScaler`` adds apex's names. apex moved the scale on the host
 (``apex/amp/scaler.py: LossScaler.update_scale``).
+
+When a block ends, its backward pass is *counted*: the scale makes its transition. Two keywords of ``scale_loss`` leave
+the pass *uncounted*; the next transition counts it too, and backs off if any of its passes has overflowed:
+
+======================  ============================================  ============================================
+what                    ``delay_unscale``                             ``delay_overflow_check``
+======================  ============================================  ============================================
+:class:`Transition`     ``AT_STEP``                                   ``BY_SCRIPT``
+counted at the latest   by the next block without the keyword, step   by the next block without either keyword, or
+                        or ``amp.master_params``                      where the script calls ``update_scale()``
+the scaler knows by     ``uncounted``, with ``counted_by_step``       ``uncounted``
+the optimizer knows by  ``scalers_to_move``                           nothing
+its overflow is in      ``overflows``: it skips the next step         ``overflows_for_script``: it skips the next
+                                                                      step, unless the script has called
+                                                                      ``update_scale()`` (``script_decides``)
+======================  ============================================  ============================================
+
+:meth:`MovingScale.adjust` alone makes transitions. It is called by
+
+==============================  ====================================  ============================================
+caller                          when                                  of which scalers
+==============================  ====================================  ============================================
+``Block._unscale``              a block ends                          that of its loss
+``unreduced._count``            a block ends, of gradients that have  those whose passes have waited for it
+                                been averaged; a step, where the
+                                script has averaged them
+``MovingScale.move_at_step``    the next block without                those whose passes ``delay_unscale`` has left
+                                ``delay_unscale``, a step,            uncounted
+                                ``amp.master_params``
+``LossScaler.update_scale``     the script calls it                   that one
+==============================  ====================================  ============================================
+
+Scripts also write the scale, and load it: see ``scaler``.
 """
 
 from __future__ import annotations
@@ -26,32 +59,29 @@ _DEVICE_AND_DTYPE = attrgetter("device", "dtype")
 
 
 class Transition(Enum):
-    """When a backward pass moves the scale: at the end of its block, or later.
-
-    Any later transition of the scaler counts an overflow of a delayed pass.
-    """
+    """When a backward pass is counted: at the end of its block, or later, as the head of this module says."""
 
     NOW = "at the end of the block"
-    #: With ``delay_unscale``: the next block without it, step or ``amp.master_params`` makes it at the latest.
+    #: With ``delay_unscale``.
     AT_STEP = "with the next step, at the latest"
-    #: With ``delay_overflow_check``: the script calls ``update_scale()``, or the next block makes it.
+    #: With ``delay_overflow_check``.
     BY_SCRIPT = "by the script"
 
 
-class DelayedPasses:
-    """Backward passes that have left a scale alone: its next transition counts them.
+class UncountedPasses:
+    """Backward passes that have left a scale alone since its last transition: the next one counts them.
 
     Attributes:
         found_inf: The flag that tells whether any of them overflowed.
-        until_step: Whether a step makes the transition, where no later backward pass does: one of them was
+        counted_by_step: Whether a step counts them, where no later backward pass has: one of them was
             :attr:`Transition.AT_STEP`.
-        are_decided: Whether the script itself decides about their steps: it has called ``update_scale()``.
+        script_decides: Whether the script itself decides about their steps: it has called ``update_scale()``.
     """
 
     def __init__(self, found_inf: torch.Tensor) -> None:
         self.found_inf = found_inf
-        self.until_step = False
-        self.are_decided = False
+        self.counted_by_step = False
+        self.script_decides = False
 
 
 class MovingScale:
@@ -72,7 +102,7 @@ class MovingScale:
         smallest: The limit of back-off.
         largest: The limit of growth.
         last_pass: The flag of the last backward pass.
-        delayed: The passes since the last transition that have left the scale alone; None: there are none.
+        uncounted: The passes since the last transition that have left the scale alone; None: there are none.
     """
 
     def __init__(self, growth_factor: float) -> None:
@@ -87,7 +117,7 @@ class MovingScale:
         self.smallest = FLOOR
         self.largest = CEILING
         self.last_pass: torch.Tensor | None = None
-        self.delayed: DelayedPasses | None = None
+        self.uncounted: UncountedPasses | None = None
         self._found_inf: dict[torch.device, torch.Tensor] = {}  # of gradients unscaled since the last transition
 
     @property
@@ -103,7 +133,7 @@ class MovingScale:
             scale = self._make_on(device)
         if scale.device == device:
             return scale.clone()
-        return scale.to(device, non_blocking=True)
+        return _torch.moved_to(device, scale)
 
     def _make_on(self, device: torch.device) -> torch.Tensor:
         """Make the tensors of the scale on ``device``; return the scale."""
@@ -134,7 +164,7 @@ class MovingScale:
         if scale is None:
             scale = self._make_on(device) if self.scale is None else self.scale
         if scale.device != device:
-            scale = scale.to(device, non_blocking=True)
+            scale = _torch.moved_to(device, scale)
         found_inf = self._found_inf.get(device)
         if found_inf is None:
             found_inf = torch.zeros_like(scale)
@@ -160,7 +190,7 @@ class MovingScale:
 
     # -- the transition ------------------------------------------------------------------------------------------------
     def adjust(self, found_inf: torch.Tensor | None, when: Transition = Transition.NOW) -> torch.Tensor | None:
-        """Make the transition for a backward pass: back off, or grow, or only count; or delay it. No host sync.
+        """Make the transition for a backward pass: back off, grow, or only count; or leave it uncounted. No host sync.
 
         Args:
             found_inf: The flag of the pass, of :meth:`take_found_inf`; None where no gradient was unscaled.
@@ -176,10 +206,10 @@ class MovingScale:
             return None
         flag = self.note_pass(found_inf)
         if when is not Transition.NOW:
-            self._delay(flag, when)
+            self._leave_uncounted(flag, when)
             return flag
-        self._move(flag if self.delayed is None else torch.maximum(flag, self.delayed.found_inf))
-        self.delayed = None
+        self._move(flag if self.uncounted is None else torch.maximum(flag, self.uncounted.found_inf))
+        self.uncounted = None
         return flag
 
     def _move(self, found_inf: torch.Tensor) -> None:
@@ -202,19 +232,19 @@ class MovingScale:
         moved = torch.where(scale > before, scale.clamp(max=self.largest), scale)
         scale.copy_(torch.where(moved < before, moved.clamp(min=self.smallest), moved))
 
-    def _delay(self, flag: torch.Tensor, when: Transition) -> None:
-        """Leave a pass with this ``flag`` to the next transition, which counts its overflow."""
-        if self.delayed is None:
-            self.delayed = DelayedPasses(flag)
+    def _leave_uncounted(self, flag: torch.Tensor, when: Transition) -> None:
+        """Leave a pass with this ``flag`` to the next transition."""
+        if self.uncounted is None:
+            self.uncounted = UncountedPasses(flag)
         else:
-            self.delayed.found_inf = torch.maximum(self.delayed.found_inf, flag)
+            self.uncounted.found_inf = torch.maximum(self.uncounted.found_inf, flag)
         if when is Transition.AT_STEP:
-            self.delayed.until_step = True
+            self.uncounted.counted_by_step = True
 
-    def make_delayed_transition(self) -> None:
-        """Make the transition that passes have left to a step, if no pass has made it since. No host sync."""
-        if self.delayed is not None and self.delayed.until_step:
-            self.adjust(self.delayed.found_inf)
+    def move_at_step(self) -> None:
+        """Count passes that were left to a step, where none has counted them since. No host sync."""
+        if self.uncounted is not None and self.uncounted.counted_by_step:
+            self.adjust(self.uncounted.found_inf)
 
     def note_pass(self, found_inf: torch.Tensor | None) -> torch.Tensor:
         """Keep ``found_inf`` as the flag of the last pass, next to the scale; return it."""
@@ -226,7 +256,7 @@ class MovingScale:
         elif found_inf.device == scale.device:
             flag = found_inf
         else:
-            flag = found_inf.to(scale.device, non_blocking=True)
+            flag = _torch.moved_to(scale.device, found_inf)
         self.last_pass = flag
         return flag
 
@@ -238,9 +268,9 @@ class MovingScale:
             self.clean_passes.add_(1)
 
     def scale_after_back_off(self) -> torch.Tensor:
-        """The scale to print for a skipped step, back-off for delayed passes included. No host sync."""
+        """The scale to print for a skipped step, back-off for uncounted passes included. No host sync."""
         scale = self.current_scale()
-        if not self.is_dynamic or self.delayed is None:
+        if not self.is_dynamic or self.uncounted is None:
             return scale
         backed_off = (scale * self.backoff_factor).clamp(min=self.smallest)
-        return torch.where(self.delayed.found_inf != 0, backed_off, scale)
+        return torch.where(self.uncounted.found_inf != 0, backed_off, scale)

@@ -1,7 +1,8 @@
-"""Scaled gradients belong to an open block, and to it alone.
+"""Which ``scale_loss`` blocks are open, and what each owns.
 
-Outside of blocks gradients are unscaled: they are the ``grad`` of a master or of a parameter, as in plain torch. The
-head of ``block`` says what each event does to them.
+While a block is open, the gradients of its tensors are multiplied by its scale. Outside of blocks gradients are
+unscaled: they are the ``grad`` of a master or of a parameter, as in plain torch. The head of ``block`` says what each
+event does to them.
 """
 
 from __future__ import annotations
@@ -78,8 +79,7 @@ def open_block_of(leaves: Leaves) -> OpenBlock | None:
     if not block_state.open_blocks:
         return None
     blocks = [block for block in block_state.open_blocks if block.overlaps(leaves)]
-    blocks.sort(key=lambda block: block.is_plain)
-    return blocks[0] if blocks else None
+    return min(blocks, key=lambda block: block.is_plain, default=None)
 
 
 def is_in_block(optimizer: AmpOptimizer) -> bool:

@@ -23,11 +23,10 @@ from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.scaling import backward_methods
 from ampcompat.amp.scaling.clearing import clear_by_optimizer
 from ampcompat.amp.scaling.closures import step_with_closure
-from ampcompat.amp.scaling.groups import follow_groups, give_back_params, look_up, match_state, note_when_gone
+from ampcompat.amp.scaling.groups import follow_changes, follow_groups, give_back_params, match_state
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.open_blocks import block_state, is_in_block, open_block_of
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, optimizer_index
-from ampcompat.amp.scaling.scale_loss import under_amp
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, optimizer_index, under_amp
 from ampcompat.amp.scaling.session import Session
 from ampcompat.amp.scaling.steps import make_or_skip_step, report_all
 from ampcompat.amp.scaling.unreduced import averages_by_script
@@ -49,7 +48,7 @@ def step(optimizer: AmpOptimizer, original: Callable[..., Any], *args: Any, **kw
     stash: OptimizerState = optimizer._amp_stash
     if stash.is_stepping:  # a script's own step, which amp's is around already, has called this one
         return original(*args, **kwargs)
-    look_up(optimizer)
+    follow_changes(optimizer)
     if block_state.open_blocks:
         _refuse_in_block(optimizer, stash)
     if args or kwargs:
@@ -117,20 +116,20 @@ def step_was_skipped(optimizer: Any) -> bool:
 def prepare_masters(optimizer: AmpOptimizer) -> None:
     """Make the masters of ``optimizer`` ready for a script that asks for them.
 
-    They follow what it did to the model's weights and gradients. Outside of blocks, a delayed transition is made: a
-    script may end an accumulation early, clip, and step.
+    They follow what it did to the model's weights and gradients. Outside of blocks, scales move that ``delay_unscale``
+    has left alone: a script may end an accumulation early, clip, and step.
     """
     if observer_state.observers:
         notify("on_master_params", optimizer)
     stash: OptimizerState = optimizer._amp_stash
-    look_up(optimizer)
+    follow_changes(optimizer)
     drop_cleared(stash.leaves.masters)
     if is_in_block(optimizer):
         return
     if not block_state.open_blocks:
         if stash.unreduced is not None and not averages_by_script(stash.leaves):
             warn_of("unreduced gradients read")
-        stash.make_delayed_transitions()
+        stash.move_scales()
     align_written(stash.leaves.masters)
 
 
@@ -154,7 +153,7 @@ def add_param_group(optimizer: AmpOptimizer, original: Callable[..., Any], *args
             "some parameters appear in more than one parameter group - the optimizer holds their float32 masters"
             " already - leave them out of the new group."
         )
-    look_up(optimizer)
+    follow_changes(optimizer)
 
 
 # -- under amp, and out of it ------------------------------------------------------------------------------------------
@@ -189,11 +188,13 @@ def attach(optimizer: AmpOptimizer, session: Session, kind: type[OptimizerState]
 
 def detach(optimizer: AmpOptimizer) -> None:
     """Undo :func:`attach`, but for the wrappers of methods, which pass on."""
-    look_up(optimizer)
+    stash: OptimizerState = optimizer._amp_stash
+    follow_changes(optimizer)
     optimizer_index.live.pop(optimizer, None)
     give_back_params(optimizer)
     match_state(optimizer)
-    note_when_gone(optimizer, set())
+    if stash.when_gone is not None:
+        stash.when_gone.detach()  # it shares nothing any more
     for name in ("_amp_stash", *_METHODS):
         vars(optimizer).pop(name, None)
     follow_groups()
@@ -247,18 +248,13 @@ def _run_replaced(stash: OptimizerState, replaced: Callable[..., Any], *args: An
 
 
 # -- methods beside these ----------------------------------------------------------------------------------------------
-def _look_up(optimizer: AmpOptimizer) -> None:
-    """Follow the groups of ``optimizer``. apex made the masters here; those of amp exist since ``initialize``."""
-    look_up(optimizer)
-
-
-#: The first two are amp's own, the others have apex's private names. Blocks call the last two where a script has put
-#: its own in their place.
+#: The first two are amp's own, the others have apex's private names. apex made masters in the next two; those of amp
+#: exist since ``initialize``. Blocks call the last two where a script has put its own in their place.
 _METHODS: dict[str, Callable[..., Any]] = {
     "_amp_prepare_masters": prepare_masters,
     "_amp_follow_step": _follow_step,
-    "_amp_lazy_init": _look_up,
-    "_lazy_init_maybe_master_weights": _look_up,
+    "_amp_lazy_init": follow_changes,
+    "_lazy_init_maybe_master_weights": follow_changes,
     "_master_params_to_model_params": lambda optimizer: push_all(optimizer._amp_stash.leaves.masters),
     "_prepare_amp_backward": backward_methods.prepare_amp_backward,
     "_post_amp_backward": backward_methods.post_amp_backward,

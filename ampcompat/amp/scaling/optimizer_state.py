@@ -1,4 +1,4 @@
-"""What amp keeps with one optimizer, as ``optimizer._amp_stash``, and which optimizers are under amp.
+"""What amp keeps with one optimizer, as ``optimizer._amp_stash``, and which optimizers and calls there are.
 
 apex kept the same there (``apex/amp/_process_optimizer.py: AmpOptimizerState``). Scripts test for apex's attributes:
 ``ampcompat.amp._process_optimizer.AmpOptimizerState`` adds them.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -17,9 +17,9 @@ from ampcompat import _torch
 from ampcompat._state import Part, state
 from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import Master
-from ampcompat.amp.scaling.loss_scale import DelayedPasses
+from ampcompat.amp.scaling.loss_scale import UncountedPasses
 from ampcompat.amp.scaling.scaler import LossScaler
-from ampcompat.amp.scaling.session import Session
+from ampcompat.amp.scaling.session import Session, call_state
 
 
 # -- the tensors of optimizers -----------------------------------------------------------------------------------------
@@ -76,17 +76,17 @@ class Overflow(NamedTuple):
     Attributes:
         scaler: The scaler of their loss.
         flag: 0-dim float32 tensor on a device, not 0 if so.
-        delayed: Where their block had ``delay_overflow_check``: the passes that its own was delayed with. Else None.
+        for_script: Where their block had ``delay_overflow_check``: the uncounted passes, its own included. Else None.
     """
 
     scaler: LossScaler
     flag: torch.Tensor
-    delayed: DelayedPasses | None
+    for_script: UncountedPasses | None
 
     @property
-    def is_decided(self) -> bool:
+    def script_decides(self) -> bool:
         """Whether the script itself decides about the step of these gradients: it has called ``update_scale()``."""
-        return self.delayed is not None and self.delayed.are_decided
+        return self.for_script is not None and self.for_script.script_decides
 
 
 # -- an optimizer ------------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ FlagCopy = tuple[LossScaler | None, _torch.HostCopy]
 class OptimizerState:
     """What amp keeps with one optimizer.
 
-    ``overflows``, ``delayed_overflows`` and ``checks_gradients`` tell of the gradients that wait for a step,
+    ``overflows``, ``overflows_for_script`` and ``checks_gradients`` tell of the gradients that wait for a step,
     ``skipped`` of the last step. In one run with a dynamic scale:
 
     ====================================  ============  ================  =======
@@ -126,11 +126,11 @@ class OptimizerState:
         shared: Ids of the leaves that another optimizer holds, too.
         overflows: For each scaler, whether a block since the last step overflowed, as one flag: the next step is
             skipped if any is set.
-        delayed_overflows: The same of blocks that have left their scale alone: after the scaler's ``update_scale()``,
+        overflows_for_script: The same of blocks with ``delay_overflow_check``: after the scaler's ``update_scale()``,
             the script decides about the step.
         checks_gradients: Whether the next step looks at its gradients itself, since they may not be finite.
-        delayed_scalers: Scalers whose transitions ``delay_unscale`` has left to the next block without it, step or
-            ``amp.master_params``.
+        scalers_to_move: Scalers whose passes ``delay_unscale`` has left uncounted, until the next block without it,
+            step or ``amp.master_params``.
         unreduced: What the last blocks have left, if its gradients are those of this process alone.
         skipped: Whether the last step was skipped; None before the first step, and where the device decided.
         undecided_steps: The flags of each step that only the device knows the outcome of, on their way to the host;
@@ -147,9 +147,9 @@ class OptimizerState:
     leaves: Leaves = field(default_factory=Leaves)
     shared: Set[int] = frozenset()
     overflows: dict[LossScaler, torch.Tensor] = field(default_factory=dict)
-    delayed_overflows: dict[LossScaler, Overflow] = field(default_factory=dict)
+    overflows_for_script: dict[LossScaler, Overflow] = field(default_factory=dict)
     checks_gradients: bool = False
-    delayed_scalers: set[LossScaler] = field(default_factory=set)
+    scalers_to_move: set[LossScaler] = field(default_factory=set)
     unreduced: Unreduced | None = None
     skipped: bool | None = None
     undecided_steps: list[list[FlagCopy]] = field(default_factory=list)
@@ -162,41 +162,43 @@ class OptimizerState:
     # -- overflows -----------------------------------------------------------------------------------------------------
     def note_overflow(self, overflow: Overflow) -> None:
         """Note what a block has found: the next step is skipped if the flag is set."""
-        if overflow.delayed is not None:
-            self._note_delayed(overflow)
+        if overflow.for_script is not None:
+            self._note_for_script(overflow)
             return
         scaler, flag, _ = overflow
         earlier = self.overflows.get(scaler)
         self.overflows[scaler] = flag if earlier is None else torch.maximum(earlier, flag)
 
-    def _note_delayed(self, overflow: Overflow) -> None:
+    def _note_for_script(self, overflow: Overflow) -> None:
         """Note a pass that has left the scale alone, in one flag with others since the scaler's last transition."""
-        earlier = self.delayed_overflows.get(overflow.scaler)
-        if earlier is None or earlier.is_decided:
-            self.delayed_overflows[overflow.scaler] = overflow
-        elif earlier.delayed is overflow.delayed:
-            self.delayed_overflows[overflow.scaler] = overflow._replace(flag=torch.maximum(earlier.flag, overflow.flag))
+        earlier = self.overflows_for_script.get(overflow.scaler)
+        if earlier is None or earlier.script_decides:
+            self.overflows_for_script[overflow.scaler] = overflow
+        elif earlier.for_script is overflow.for_script:
+            self.overflows_for_script[overflow.scaler] = overflow._replace(
+                flag=torch.maximum(earlier.flag, overflow.flag)
+            )
         else:  # the scaler has made its transition since
-            self.note_overflow(earlier._replace(delayed=None))
-            self.delayed_overflows[overflow.scaler] = overflow
+            self.note_overflow(earlier._replace(for_script=None))
+            self.overflows_for_script[overflow.scaler] = overflow
 
     def forget_overflows(self) -> None:
         """Forget the overflows of gradients that are gone."""
         self.overflows = {}
-        self.delayed_overflows = {}
+        self.overflows_for_script = {}
         self.checks_gradients = False
 
     def forget_gradients(self) -> None:
         """Forget all that is known of gradients: ``zero_grad`` has cleared them."""
         self.forget_overflows()
-        self.delayed_scalers.clear()
+        self.scalers_to_move.clear()
         self.unreduced = None
         self.saved_by_script = {}
 
-    def make_delayed_transitions(self) -> None:
-        """Make the transitions that ``delay_unscale`` has left. No host sync."""
-        for scaler in self.delayed_scalers:
-            scaler.make_delayed_transition()
+    def move_scales(self) -> None:
+        """Move the scales that ``delay_unscale`` has left alone. No host sync."""
+        for scaler in self.scalers_to_move:
+            scaler.move_at_step()
 
     def drop_used_gradients(self, skipped: bool | None) -> None:
         """Drop the gradients of masters after a step, and the flags; ``skipped``: None where only the device knows.
@@ -204,10 +206,10 @@ class OptimizerState:
         Gradients of tensors without a master stay until they are cleared, as in plain torch; so do those of masters
         that another optimizer shares. They may not be finite unless the step was made.
         """
-        may_have_overflowed = self.checks_gradients or bool(self.overflows or self.delayed_overflows)
+        may_have_overflowed = self.checks_gradients or bool(self.overflows or self.overflows_for_script)
         self.overflows = {}
-        self.delayed_overflows = {}
-        self.delayed_scalers.clear()
+        self.overflows_for_script = {}
+        self.scalers_to_move.clear()
         was_made = skipped is False
         self.checks_gradients = may_have_overflowed and not was_made
         for master in self.leaves.masters:
@@ -250,3 +252,36 @@ class OptimizerIndex(Part):
 
 
 optimizer_index = state.add(OptimizerIndex())
+
+
+def under_amp(optimizer: Any) -> Any:
+    """The initialized optimizer in ``optimizer``, a LARC that was built around one; else ``optimizer`` itself.
+
+    An object that forwards to an optimizer has the methods that amp has put on it: they are bound to the optimizer.
+    """
+    method = getattr(optimizer, "_amp_prepare_masters", None)
+    if method is not None:
+        return method.__self__
+    inner = getattr(optimizer, "optim", None)
+    if inner is None:
+        return optimizer
+    is_initialized = hasattr(inner, "_amp_stash") or inner in optimizer_index.disabled
+    return inner if is_initialized else optimizer
+
+
+# -- all calls of initialize -------------------------------------------------------------------------------------------
+def calls_shown() -> list[Session]:
+    """The calls of ``initialize`` whose optimizers are alive, the later first; the latest call if there are none.
+
+    ``amp._amp_state.loss_scalers`` are the first one's. A call without optimizers (for an averaged model) has
+    scalers that no loss uses.
+    """
+    calls = [optimizer._amp_stash.session for optimizer in reversed(optimizer_index.listed())]
+    if not calls and call_state.latest is not None:
+        calls = [call_state.latest]
+    return list(dict.fromkeys(calls))
+
+
+def scalers_shown() -> list[LossScaler]:
+    """What ``amp._amp_state.loss_scalers`` is after a call of ``initialize``."""
+    return calls_shown()[0].scalers

@@ -15,9 +15,8 @@ import torch
 from ampcompat import _torch
 from ampcompat._types import is_optimizer
 from ampcompat.amp.scaling.block import Block
-from ampcompat.amp.scaling.groups import calls_shown
 from ampcompat.amp.scaling.loss_scale import Transition
-from ampcompat.amp.scaling.optimizer_state import optimizer_index
+from ampcompat.amp.scaling.optimizer_state import calls_shown, optimizer_index, under_amp
 from ampcompat.amp.scaling.scaler import check_scaler
 from ampcompat.amp.scaling.session import DISABLED, Session, call_state
 
@@ -55,7 +54,8 @@ def scale_loss(
         TypeError: ``loss`` is not a floating tensor, or an optimizer is not one.
         IndexError: ``loss_id`` is no index of ``num_losses`` scalers.
 
-    No host sync, except for misuse checks in the first 16 blocks. At exit the *new* gradients are unscaled, by the
+    No host sync, except for misuse checks in the first 16 blocks, and where the loss is on the CPU and the model is
+    not: the scale is where its first loss was. At exit the *new* gradients are unscaled, by the
     scale of the block's entry, and added to what had accumulated; overflow is noted and the scale moves; the step after
     an overflow is skipped.
 
@@ -138,18 +138,3 @@ def _refuse_optimizer(optimizer: Any, given: Any) -> NoReturn:
         f"scale_loss got a {type(optimizer).__name__} that was not given to amp.initialize - its parameters would not"
         " be unscaled - pass the optimizer to amp.initialize (in a list with the others)."
     )
-
-
-def under_amp(optimizer: Any) -> Any:
-    """The initialized optimizer in ``optimizer``, a LARC that was built around one; else ``optimizer`` itself.
-
-    An object that forwards to an optimizer has the methods that amp has put on it: they are bound to the optimizer.
-    """
-    method = getattr(optimizer, "_amp_prepare_masters", None)
-    if method is not None:
-        return method.__self__
-    inner = getattr(optimizer, "optim", None)
-    if inner is None:
-        return optimizer
-    is_initialized = hasattr(inner, "_amp_stash") or inner in optimizer_index.disabled
-    return inner if is_initialized else optimizer

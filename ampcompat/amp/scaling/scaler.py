@@ -171,7 +171,7 @@ class LossScaler(MovingScale):
         """Forget all overflows: of the last pass, and those noted since the last transition."""
         self.forget_last_pass()
         self.forget_found_inf()
-        self.delayed = None
+        self.uncounted = None
 
     def forget_last_pass(self) -> None:
         """Forget the flag of the last pass. While it is set, :meth:`unscale` writes nothing."""
@@ -183,7 +183,7 @@ class LossScaler(MovingScale):
         """As a moving scale does; a dynamic one shows the flag in the buffer that a script has lent, too."""
         flag = super().note_pass(found_inf)
         if self.is_dynamic and self._lent_buffer is not None:
-            self._lent_buffer.copy_(flag, non_blocking=True)
+            self._lent_buffer.copy_(_torch.moved_to(self._lent_buffer.device, flag))
         return flag
 
     # -- as torch.amp.GradScaler saves it ------------------------------------------------------------------------------
@@ -213,14 +213,14 @@ class LossScaler(MovingScale):
         buffer lent to ``_overflow_buf`` is looked at instead: it may hold the overflows of all ranks. As in apex
         (``apex/amp/scaler.py: LossScaler.update_scale``).
         """
-        delayed = self.delayed
-        self.delayed = None
-        if delayed is not None:
-            delayed.are_decided = True
+        uncounted = self.uncounted
+        self.uncounted = None
+        if uncounted is not None:
+            uncounted.script_decides = True
         if self._lent_buffer is not None:
             self.add_found_inf((self._lent_buffer.reshape(()) != 0).float())
-        elif delayed is not None:
-            self.add_found_inf(delayed.found_inf)
+        elif uncounted is not None:
+            self.add_found_inf(uncounted.found_inf)
         self.adjust(self.take_found_inf())
         return self._has_overflow
 

@@ -23,7 +23,7 @@ from ampcompat.amp.half.record import check_replaced
 from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, FlagCopy, OptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
-from ampcompat.amp.scaling.unreduced import note_averaged
+from ampcompat.amp.scaling.unreduced import count_averaged
 from ampcompat.amp.scaling.unscaling import any_non_finite, drop_cleared
 
 #: A flag that skips a step if it is set (0-dim float32 on a device, not 0), and the scaler of the block that found it;
@@ -55,12 +55,10 @@ def make_or_skip_step(optimizer: AmpOptimizer, stash: OptimizerState, original: 
 @_torch.eager
 def make_ready(optimizer: AmpOptimizer, stash: OptimizerState) -> None:
     """Do what has waited for a step: transitions of the scale, messages, and masters that follow the model."""
-    if stash.delayed_scalers:
-        stash.make_delayed_transitions()
+    stash.move_scales()
     if stash.unreduced is not None:
-        note_averaged(stash)
-    if stash.undecided_steps:
-        report_arrived(stash)
+        count_averaged(stash)
+    report_arrived(stash)
     masters = stash.leaves.masters
     if masters:
         drop_cleared(masters)
@@ -75,8 +73,8 @@ def make_ready(optimizer: AmpOptimizer, stash: OptimizerState) -> None:
 def flags_of(stash: OptimizerState) -> list[StepFlag]:
     """The flags any of which skips the next step."""
     flags: list[StepFlag] = [*stash.overflows.items()]
-    for overflow in stash.delayed_overflows.values():
-        if not overflow.is_decided:
+    for overflow in stash.overflows_for_script.values():
+        if not overflow.script_decides:
             flags.append((overflow.scaler, overflow.flag))
     if stash.checks_gradients:
         gradients = stash.leaves.gradients()
@@ -91,7 +89,7 @@ def flags_set(flags: list[StepFlag]) -> list[StepFlag]:
     _, first = flags[0]
     if len(flags) == 1:
         return flags if first.item() else []
-    values = torch.stack([flag.to(first.device) for _, flag in flags]).to("cpu").tolist()
+    values = torch.stack([flag.to(first.device) for _, flag in flags]).tolist()
     return [flag for flag, value in zip(flags, values, strict=True) if value]
 
 

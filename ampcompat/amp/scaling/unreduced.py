@@ -6,7 +6,7 @@ average of the sums at its end. An overflow that one process has found is inf or
 finds it then, and none before, so that their scales stay equal.
 
 A script that averages by itself (apex's ``disable_allreduce``) has done so when it steps: the step looks
-(:func:`note_averaged`).
+(:func:`count_averaged`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _scaled(grad: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """A copy of ``grad``, multiplied by ``scale``."""
     copy = grad.detach().clone()
     if scale is not None:
-        entries_of(_torch.local_part(copy)).mul_(scale.to(grad.device, non_blocking=True))
+        entries_of(_torch.local_part(copy)).mul_(_torch.moved_to(grad.device, scale))
     return copy
 
 
@@ -83,9 +83,9 @@ def _rescale_kept(stash: OptimizerState, brought: Leaves, scale: torch.Tensor | 
     for grad in kept_by_wrappers(stash.leaves.part(brought.ids())):
         ratio = torch.ones((), dtype=torch.float32, device=grad.device)
         if scale is not None:
-            ratio = scale.to(grad.device, non_blocking=True)
+            ratio = _torch.moved_to(grad.device, scale)
         if before.scale is not None:
-            ratio = ratio / before.scale.to(grad.device, non_blocking=True)
+            ratio = ratio / _torch.moved_to(grad.device, before.scale)
         grad.mul_(ratio)
     stash.unreduced = before._replace(scale=scale)
 
@@ -106,8 +106,8 @@ def kept_by_wrappers(leaves: Leaves) -> list[torch.Tensor]:
     return [grad for adapter in adapter_state.adapters for grad in adapter.unreduced_gradients(tensors)]
 
 
-def note_reduced(block: OpenBlock, found_inf: torch.Tensor | None) -> list[Overflow]:
-    """Note that the gradients of ``block``, which has ended, are those of all processes.
+def count_reduced(block: OpenBlock, found_inf: torch.Tensor | None) -> list[Overflow]:
+    """Count the passes whose gradients have waited, and which ``block``, now ended, has had averaged: scales move.
 
     Whose loss an overflow stems from, no process knows: each scaler whose gradients have waited counts it.
 
@@ -116,7 +116,7 @@ def note_reduced(block: OpenBlock, found_inf: torch.Tensor | None) -> list[Overf
         found_inf: Whether its gradients have overflowed.
 
     Returns:
-        What the steps of its optimizers are to note.
+        What the optimizers of the block are to note.
     """
     scalers: dict[LossScaler, None] = {}
     for optimizer in block.optimizers:
@@ -125,11 +125,11 @@ def note_reduced(block: OpenBlock, found_inf: torch.Tensor | None) -> list[Overf
             scalers.update(dict.fromkeys(stash.unreduced.scalers))
             stash.unreduced = None
     scalers.pop(block.scaler, None)
-    return _overflows(scalers, found_inf)
+    return _count(scalers, found_inf)
 
 
-def _overflows(scalers: Iterable[LossScaler], found_inf: torch.Tensor | None) -> list[Overflow]:
-    """Make the transition of each of ``scalers``; return what steps are to note."""
+def _count(scalers: Iterable[LossScaler], found_inf: torch.Tensor | None) -> list[Overflow]:
+    """Have each of ``scalers`` move its scale for a pass with this flag; return what optimizers are to note."""
     overflows = []
     for scaler in scalers:
         flag = scaler.adjust(found_inf)
@@ -139,10 +139,10 @@ def _overflows(scalers: Iterable[LossScaler], found_inf: torch.Tensor | None) ->
 
 
 # -- the step ----------------------------------------------------------------------------------------------------------
-def note_averaged(stash: OptimizerState) -> None:
-    """Note whether the gradients of a step hold inf or NaN, which no block has told: the script has averaged them.
+def count_averaged(stash: OptimizerState) -> None:
+    """Count the passes whose gradients the script has averaged: look for inf and NaN, move scales, and note the flags.
 
-    No host sync.
+    No block has told: each has ended before the average. No host sync.
     """
     unreduced = stash.unreduced
     gradients = stash.leaves.gradients()
@@ -151,5 +151,5 @@ def note_averaged(stash: OptimizerState) -> None:
     stash.unreduced = None
     is_checked = any(scaler.is_dynamic for scaler in unreduced.scalers)
     found_inf = any_non_finite(gradients) if is_checked else None
-    for overflow in _overflows(unreduced.scalers, found_inf):
+    for overflow in _count(unreduced.scalers, found_inf):
         stash.note_overflow(overflow)

@@ -137,7 +137,7 @@ def _divided(grad: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     wide = grad.float() if grad.dtype in HALF_DTYPES else grad
     if scale is None:
         return wide
-    return wide * _torch.inverse_of(scale.to(grad.device, non_blocking=True))
+    return wide * _torch.inverse_of(_torch.moved_to(grad.device, scale))
 
 
 def add_saved(saved: dict[torch.Tensor, torch.Tensor]) -> None:
