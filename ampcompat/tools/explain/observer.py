@@ -112,7 +112,7 @@ class OverflowExplainer:
         """Look at the gradients too at static scales: one host sync a block."""
         block, self.block = self.block, None
         if not optimizers:
-            self.watch.after_step(self)  # such a block is for the gradient of an input: no step follows
+            self.watch.after_step(None)  # such a block is for the gradient of an input: no step follows
         if block is None or scaler.dynamic or self._is_lost(optimizers):
             return
         grads = _lost_gradients(optimizers)
@@ -247,7 +247,7 @@ class OverflowExplainer:
         self, head: str, what: str, optimizers: Sequence[Optimizer], block: Block, tensors: list[torch.Tensor]
     ) -> None:
         """Look into the step to come, which a block has lost; ``head`` has a gap for its name."""
-        number = max([self._steps_of(one).seen for one in optimizers], default=0) + 1
+        number = max([self._steps_of(one).seen for one in optimizers], default=self.count) + 1
         name = self._name_of_step(number, optimizers[0] if optimizers else None)
         all_steps = [self._steps_of(one) for one in optimizers]
         for steps in all_steps:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ampcompat.tools.core import Args, Kwargs, LossScaler, is_replica
+from ampcompat.tools.core import Args, Kwargs, LossScaler, Optimizer, is_replica
 from ampcompat.tools.explain.again import Finding, Forward, run_again
 from ampcompat.tools.explain.event import Event
 from ampcompat.tools.explain.watch import Watch
@@ -72,7 +72,7 @@ class Search:
         """Note that no forward runs."""
         self._running.clear()
 
-    def after_step(self, optimizer: object) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         """Forget forwards that a backward has followed, and old ones; go on watching, or end that."""
         self.steps += 1
         kept = [one for one in self.forwards if not one.has_grads and self.steps - one.begun < OLDEST]

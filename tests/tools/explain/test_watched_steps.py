@@ -245,6 +245,20 @@ def test_steps_are_watched_in_bounds(monkeypatch):
     assert "were not looked into" in verdict.head
 
 
+def test_a_watch_that_a_block_without_optimizers_has_begun_ends_too(monkeypatch):
+    """The gradient of an input is asked for once, at the start; the training after it is well."""
+    monkeypatch.setattr("ampcompat.tools.explain.watch.STEPS", 2)
+    model, optimizer = started(nn.Linear(8, 8))
+    words = WORDS.clone().requires_grad_()
+    with amp.scale_loss(torch.log(model(words).float() * 0).mean(), []) as scaled:
+        scaled.backward()
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is not None
+    for _ in range(2):
+        optimizer.zero_grad()
+        make_step(optimizer, model(WORDS).float().mean())
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
 def test_overflows_that_persist_are_told_from_what_a_watched_step_has_shown(monkeypatch, capsys):
     """The gradient grows as fast as the scale falls, and the watch has ended before that is known."""
     monkeypatch.setattr("ampcompat.tools.explain.watch.STEPS", 2)
