@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ampcompat.tools.core import Optimizer
+from ampcompat.tools.explain.backoff import costs_more_than_back_off, falling, may_be_back_off
 from ampcompat.tools.explain.event import Event
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.growth import Grown
@@ -19,7 +20,7 @@ from ampcompat.tools.explain.numbers import optimizer_name
 from ampcompat.tools.explain.ops import GRADIENTS, op_fault
 from ampcompat.tools.explain.search import Search
 from ampcompat.tools.explain.spoiled import SpoiledWeights
-from ampcompat.tools.explain.steps import WINDOW, Block, Steps
+from ampcompat.tools.explain.steps import Block, Steps
 from ampcompat.tools.explain.telling import Telling
 from ampcompat.tools.explain.written import Written
 
@@ -108,10 +109,10 @@ class Diagnosis:
         fault = self._after_too_large(op_fault(event, block.scale, block.scaler.dynamic, origin, self._growth()))
         case.lose_to(fault.key)
         if event.depends_on_scale:  # so do the skips before, at higher scales
-            for row in [row for steps in case.steps for row in steps.falling]:
+            for row in [row for steps in case.steps for row in falling(steps.last)]:
                 row.fault = row.fault or fault.key
-        may_be_normal = event.depends_on_scale and not fault.is_too_large and not case.is_fault
-        if may_be_normal and not self.telling.is_told(fault.key):
+        is_held_back = may_be_back_off(event, fault) and not case.is_fault
+        if is_held_back and not self.telling.is_told(fault.key):
             self.telling.hold(fault, case.head, case.number)
             return
         if event.op == "parameter":
@@ -148,8 +149,7 @@ class Diagnosis:
         """Tell of ``fault``; what was held back first, if it is likely to have made the weight grow."""
         self.search.watch.disarm()
         for held in self.telling.untold if fault.growth is not None else ():
-            has_cost = sum(row.fault == held.fault.key for row in self.lost)
-            if has_cost > WINDOW / 2:  # more than an ordinary back-off does
+            if costs_more_than_back_off(held.fault.key, self.lost):
                 self.telling.tell(held.fault, held.head, held.step)
         self.telling.tell(fault, head, step)
 

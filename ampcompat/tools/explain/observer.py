@@ -26,9 +26,10 @@ from ampcompat.tools.core import (
     rank,
     was_skipped,
 )
+from ampcompat.tools.explain.backoff import deny_fall, is_mostly_skipped, overflows_persist, skipped_of
 from ampcompat.tools.explain.diagnosis import Case, Diagnosis
 from ampcompat.tools.explain.fault import Fault
-from ampcompat.tools.explain.lost import LostStep, put_down
+from ampcompat.tools.explain.lost import FALLING, NORMAL, LostStep, put_down
 from ampcompat.tools.explain.messages import Message
 from ampcompat.tools.explain.misuse import warned
 from ampcompat.tools.explain.numbers import not_representable, optimizer_name
@@ -141,12 +142,12 @@ class OverflowExplainer:
         steps = self._steps_of(optimizer)
         is_skipped = was_skipped(optimizer, skipped)
         is_known = steps.lost is not None
-        steps.end(is_skipped)
         if is_skipped and not is_known:
-            steps.lost = LostStep("gradients", is_normal=steps.block is None)
+            steps.lost = LostStep("gradients", back_off=NORMAL if steps.block is None else "")
         row = steps.lost
         if row is not None:
             self.diagnosis.record(row, self.count, is_skipped)
+        steps.end(is_skipped)
         try:
             if not is_skipped:
                 self._look_at_made_step(optimizer, steps)
@@ -174,11 +175,11 @@ class OverflowExplainer:
             head = f"{name} was skipped, though its own gradients did not overflow."
             self.diagnosis.tell_of_old_gradients(head, row, steps.seen, optimizer)
             return
-        persists = steps.persists(scale)
+        persists = overflows_persist(steps.last, scale)
         why = ": a gradient is not finite."
         if persists:
-            why = f", as {steps.skipped_of_last()}: gradients overflow although the scale {of_loss}is {scale:g}."
-            steps.falling.clear()  # that was no way down to a scale that works
+            why = f", as {skipped_of(steps.last)}: gradients overflow although the scale {of_loss}is {scale:g}."
+            deny_fall(steps.last)
         block = steps.last_blocks.get(scaler, block)
         grads = _lost_gradients([optimizer])
         case = Case(f"{name} was skipped{why}", steps.seen, "gradients", [steps], block, grads, is_fault=persists)
@@ -194,7 +195,7 @@ class OverflowExplainer:
         elif steps.has_been_made_at(case.block.scaler):
             self.watch.arm()  # what makes such gradients once, and at a scale that had worked, is likely to do so again
         else:
-            steps.falling.append(row)
+            row.back_off = FALLING
             self.diagnosis.suppose(row)
         if steps.skips % SKIPS_TO_A_WATCH == 0:
             self.watch.arm(1)
@@ -260,8 +261,7 @@ class OverflowExplainer:
         if self.count == 0:
             return []
         messages = []
-        is_mostly_skipped = 2 * sum(row.skipped for row in self.diagnosis.lost) > self.count
-        if is_mostly_skipped and not self.telling.told:
+        if is_mostly_skipped(self.diagnosis.lost, self.count) and not self.telling.told:
             for latest in self.telling.untold[-1:]:
                 latest.is_told = True
                 messages.append(latest.fault.message(latest.head, latest.step))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ampcompat.tools.explain.backoff import is_mostly_skipped, is_ordinary
 from ampcompat.tools.explain.lost import LostStep
 
 
@@ -53,16 +54,15 @@ class Cause:
     ranks: list[int] = field(default_factory=list)
 
 
-def causes_of(accounts: Sequence[Account], is_mostly_skipped: bool) -> list[Cause]:
+def causes_of(accounts: Sequence[Account], are_most_skipped: bool) -> list[Cause]:
     """What steps were lost to on any rank, that which has cost most steps first.
 
-    What was held back counts where a loss scale that comes down is no reason: most steps were skipped, and nothing else
-    explains it.
+    What was held back counts where most steps were skipped, and nothing else explains it.
     """
     is_any_told = any(account.told for account in accounts)
     found: dict[str, Cause] = {}
     for account in accounts:
-        causes = account.held if is_mostly_skipped and not is_any_told else account.told
+        causes = account.held if are_most_skipped and not is_any_told else account.told
         for text in dict.fromkeys(causes.values()):
             cause = found.setdefault(text, Cause(text))
             cause.steps |= {row.number for row in account.lost if causes.get(row.fault) == text}
@@ -86,9 +86,9 @@ class Verdict:
         self.skipped = {row.number for row in lost if row.skipped}
         self.not_finite = {row.number for row in lost if not row.skipped}
         self._lost = self.skipped | self.not_finite
-        self._is_mostly_skipped = 2 * len(self.skipped) > self._own.steps
-        self._has_told_unknown = any(account.has_told_unknown for account in accounts)
-        self.causes = causes_of(accounts, self._is_mostly_skipped)
+        self.causes = causes_of(accounts, is_mostly_skipped(lost, self._own.steps))
+        is_anything_told = bool(self.causes) or any(account.has_told_unknown for account in accounts)
+        self._is_ordinary = is_ordinary(lost, self._own.steps, is_anything_told)
 
     def __str__(self) -> str:
         own = self._own
@@ -107,12 +107,6 @@ class Verdict:
         if other:
             said += f"; amp has warned of {', and of '.join(other)}"
         return f"{said}, but {own.underflow}." if own.underflow else f"{said}."
-
-    @property
-    def _is_ordinary(self) -> bool:
-        """Whether an ordinary back-off of the scale is all that there was, on every rank."""
-        is_known = not self.not_finite and not self.causes and not self._is_mostly_skipped
-        return is_known and bool(self.skipped) and not self._has_told_unknown
 
     def _scale_of(self, steps: set[int]) -> str:
         """What had become of the loss scale at the last of ``steps``."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ampcompat.tools.explain.lost import NEAR, LostStep, put_down
+from ampcompat.tools.explain.lost import NEAR, NORMAL, LostStep, put_down
 
 
 def seen(number, what="loss", fault="log"):
@@ -18,7 +18,7 @@ def seen(number, what="loss", fault="log"):
         ([seen(3 + NEAR)], LostStep("loss", number=1, was_looked_into=False), "log"),
         ([seen(2), seen(9, fault="exp")], LostStep("loss", number=7), "exp"),
         ([LostStep("loss", "log", number=2)], LostStep("loss", number=3), ""),  # that was run again, and this one too
-        ([seen(2)], LostStep("loss", number=3, is_normal=True), ""),
+        ([seen(2)], LostStep("loss", number=3, back_off=NORMAL), ""),
         ([seen(2)], LostStep("loss", "exp", number=3), "exp"),
     ],
 )
