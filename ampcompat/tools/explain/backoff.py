@@ -1,7 +1,7 @@
 """When a skipped step is a normal back-off of the loss scale, and no fault: every rule there is, over the rows.
 
-A dynamic loss scale begins too high, and tries higher ones later; it comes down in steps that are skipped. Of those that
-are skipped in a row, every third has the next one watched.
+A dynamic loss scale begins too high, and tries higher ones later; it comes down in steps that are skipped. After every
+third that is skipped in a row, one step is watched.
 
 ======================================================================  ============================================
 a skipped step                                                          is

@@ -73,9 +73,13 @@ class Call:
             unread = {id(self.by_name.get(statistic)) for statistic in ("running_mean", "running_var")}
         return [t for t in tensors_in((self.args, self.kwargs)) if readable(t) and id(t) not in unread]
 
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """The name of the argument that ``tensor`` is; "" where it is in a list."""
+        return next((name for name, value in self.by_name.items() if value is tensor), "")
+
     def describe(self, tensor: torch.Tensor, function: str) -> str:
         """Describe an argument, as in "weight given to cross_entropy (float32 of shape (3,))"."""
-        name = next((name for name, value in self.by_name.items() if value is tensor), "")
+        name = self.name_of(tensor)
         shown = name if name in _TELLING else "a tensor"
         return f"{shown} given to {function or self.name} ({dtype_name(tensor.dtype)} of shape {tuple(tensor.shape)})"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -18,7 +19,23 @@ _WITH_MASTERS = next(name for name, row in LEVELS.items() if row.master_weights)
 MASTERS = f"opt_level={_WITH_MASTERS!r}: its optimizer steps float32 masters"
 
 
-def not_representable(optimizer: Optimizer) -> list[Fault]:
+class Number(NamedTuple):
+    """A number of an optimizer that a dtype does not have.
+
+    Attributes:
+        group: The index of its param group.
+        name: As in "betas[1]".
+        dtype: The dtype.
+        fault: What is told of it.
+    """
+
+    group: int
+    name: str
+    dtype: torch.dtype
+    fault: Fault
+
+
+def not_representable(optimizer: Optimizer) -> list[Number]:
     """Every number in the groups of ``optimizer`` that its half parameters' dtype rounds to 0, 1 or inf.
 
     Fused optimizers, torch's and apex's, compute in float32 whatever they step. A learning rate that a scheduler moves
@@ -37,7 +54,7 @@ def not_representable(optimizer: Optimizer) -> list[Fault]:
                     where = f"group {index} of {name}"
                     fault = _fault(label, value, becomes, dtype, dtypes.count(dtype), where, name)
                     fault.facts = {"optimizer": name, "group": index, "name": label, "dtype": dtype_name(dtype)}
-                    found.append(fault)
+                    found.append(Number(index, label, dtype, fault))
     return found
 
 

@@ -28,11 +28,10 @@ from ampcompat.tools.core import (
 )
 from ampcompat.tools.explain.backoff import deny_fall, is_mostly_skipped, overflows_persist, skipped_of
 from ampcompat.tools.explain.diagnosis import Case, Diagnosis
-from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.lost import FALLING, NORMAL, LostStep, put_down
 from ampcompat.tools.explain.messages import Message
 from ampcompat.tools.explain.misuse import warned
-from ampcompat.tools.explain.numbers import not_representable, optimizer_name
+from ampcompat.tools.explain.numbers import Number, not_representable, optimizer_name
 from ampcompat.tools.explain.ranks import Ranks
 from ampcompat.tools.explain.search import Search
 from ampcompat.tools.explain.steps import Block, Steps
@@ -221,12 +220,12 @@ class OverflowExplainer:
         if were_finite and not steps.weights.are_finite and steps.lost is not None:
             self.diagnosis.spoiled.note(self.count, steps.lost.fault)
 
-    def _tell_of_numbers(self, optimizer: Optimizer, step: int, told: Sequence[Fault]) -> None:
+    def _tell_of_numbers(self, optimizer: Optimizer, step: int, told: Sequence[Number]) -> None:
         """Tell of those that the parameters' dtype does not hold: they may cost nothing, and are not counted."""
         for number in not_representable(optimizer):
             if number not in told:
                 head = f"{optimizer_name(optimizer)} has a number that the dtype of its parameters does not hold."
-                number.message(head, step).emit(self.telling.json)
+                number.fault.message(head, step).emit(self.telling.json)
 
     # -- the optimizers of a block -----------------------------------------------------------------------------------
     def _steps_of(self, optimizer: Optimizer) -> Steps:

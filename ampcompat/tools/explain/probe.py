@@ -212,8 +212,15 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         op = UNSEEN if is_called_by_amp(sys._getframe()) else ARGUMENT
         if storage(unknown) in self._reduced:
             op = COLLECTIVE
-        given = call.describe(unknown, place.function)
-        return self._born(unknown, op, place, largest(unknown), given=given, rows=_rows(unknown))
+        return self._born(
+            unknown,
+            op,
+            place,
+            largest(unknown),
+            given=call.describe(unknown, place.function),
+            argument=call.name_of(unknown),
+            rows=_rows(unknown),
+        )
 
 
 def _rows(tensor: torch.Tensor) -> str:
