@@ -116,7 +116,7 @@ class Diagnosis:
             self.telling.hold(fault, case.head, case.number)
             return
         if event.op == "parameter":
-            self.spoiled.note(self.search.steps + 1, fault.key)
+            self.spoiled.note(self.search.number, fault.key)
             for optimizer, steps in self.steps.items():
                 steps.weights.look(optimizer)  # the next step is not to answer for what was written through `data`
         self._tell(fault, case.head, case.number)

@@ -72,7 +72,6 @@ class OverflowExplainer:
         self.ranks = Ranks()
         self.steps: weakref.WeakKeyDictionary[Optimizer, Steps] = weakref.WeakKeyDictionary()
         self.diagnosis = Diagnosis(self.search, self.telling, self.steps)
-        self.count = 0  # of the steps of all optimizers
         self.underflow: Underflow | None = None  # of the latest step, if its gradients were too small
         self.block: Block | None = None  # the one that is open
 
@@ -136,7 +135,6 @@ class OverflowExplainer:
 
         One host sync, and another where only the device knows whether it skipped.
         """
-        self.count += 1
         self.ranks.look()
         steps = self._steps_of(optimizer)
         is_skipped = was_skipped(optimizer, skipped)
@@ -145,7 +143,7 @@ class OverflowExplainer:
             steps.lost = LostStep("gradients", back_off=NORMAL if steps.block is None else "")
         row = steps.lost
         if row is not None:
-            self.diagnosis.record(row, self.count, is_skipped)
+            self.diagnosis.record(row, self.search.number, is_skipped)
         steps.end(is_skipped)
         try:
             if not is_skipped:
@@ -211,14 +209,14 @@ class OverflowExplainer:
             event = self.watch.origin(grads)  # what the script did to gradients between block and step
             was_seen = event is not None and steps.block is not None
             row = steps.lost = LostStep("gradients" if was_seen else "weights", was_watched=was_seen)
-            self.diagnosis.record(row, self.count, is_skipped=False)
+            self.diagnosis.record(row, self.search.number, is_skipped=False)
             if event is not None and steps.block is not None:
                 head = f"A gradient of step {steps.seen} is not finite."
                 self.diagnosis.blame(event, Case(head, steps.seen, "gradients", [steps], steps.block, grads))
             else:
                 self.diagnosis.tell_of_written(written, row, steps.seen)
         if were_finite and not steps.weights.are_finite and steps.lost is not None:
-            self.diagnosis.spoiled.note(self.count, steps.lost.fault)
+            self.diagnosis.spoiled.note(self.search.number, steps.lost.fault)
 
     def _tell_of_numbers(self, optimizer: Optimizer, step: int, told: Sequence[Number]) -> None:
         """Tell of those that the parameters' dtype does not hold: they may cost nothing, and are not counted."""
@@ -247,7 +245,7 @@ class OverflowExplainer:
         self, head: str, what: str, optimizers: Sequence[Optimizer], block: Block, tensors: list[torch.Tensor]
     ) -> None:
         """Look into the step to come, which a block has lost; ``head`` has a gap for its name."""
-        number = max([self._steps_of(one).seen for one in optimizers], default=self.count) + 1
+        number = max([self._steps_of(one).seen for one in optimizers], default=self.search.steps) + 1
         name = self._name_of_step(number, optimizers[0] if optimizers else None)
         all_steps = [self._steps_of(one) for one in optimizers]
         for steps in all_steps:
@@ -257,16 +255,16 @@ class OverflowExplainer:
     # -- the end -----------------------------------------------------------------------------------------------------
     def last_words(self) -> list[Message]:
         """What is to be told when the run ends: the verdict, and before it what was held back without need."""
-        if self.count == 0:
+        if self.search.steps == 0:
             return []
         messages = []
-        if is_mostly_skipped(self.diagnosis.lost, self.count) and not self.telling.told:
+        if is_mostly_skipped(self.diagnosis.lost, self.search.steps) and not self.telling.told:
             for latest in self.telling.untold[-1:]:
                 latest.is_told = True
                 messages.append(latest.fault.message(latest.head, latest.step))
         own = Account(
             rank=rank(),
-            steps=self.count,
+            steps=self.search.steps,
             lost=put_down(self.diagnosis.lost),
             told={one.fault.key: one.fault.cause for one in self.telling.told},
             held={one.fault.key: one.fault.cause for one in self.telling.untold},

@@ -41,7 +41,7 @@ class Search:
     Attributes:
         watch: The probe in the run.
         forwards: Forwards since the last step, the latest last.
-        steps: How many steps there were.
+        steps: How many steps of all optimizers have ended.
     """
 
     def __init__(self) -> None:
@@ -50,6 +50,11 @@ class Search:
         self.steps = 0
         self._left_to_run_again = MOST_RUN_AGAIN
         self._running: list[Forward | None] = []  # forwards that have begun; None for those that are not kept
+
+    @property
+    def number(self) -> int:
+        """Of the step that is on, or to come, among those of all optimizers: from 1."""
+        return self.steps + 1
 
     def begin_forward(self, model: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Keep references to what the outermost forward gets."""
