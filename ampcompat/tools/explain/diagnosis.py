@@ -1,4 +1,4 @@
-"""From something that is not finite to what is told of it: its origin is searched for, and the fault that has it named.
+"""From something that is not finite to what is told of it: search for its origin, and name the fault that this is.
 
 The gradients of a skip may be gone at a lower loss scale, which is normal: their explanation is held back.
 """
