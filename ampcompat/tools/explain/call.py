@@ -13,7 +13,7 @@ from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.tensors import largest, readable
 
 #: Ops that change the dtype.
-CASTS = ("_to_copy", "copy_", "to")
+CAST_OPS = ("_to_copy", "copy_", "to")
 _COLLECTIVES = ("c10d", "_c10d_functional")
 #: Names of arguments that say more than "self" and "other" do.
 _TELLING = ("weight", "bias", "target", "mask", "attn_mask", "pos_weight", "running_mean", "running_var")
@@ -91,7 +91,7 @@ class Call:
         """
         if out.dtype not in HALF_DTYPES:
             return largest(out)
-        if self.name in CASTS and self.inputs:
+        if self.name in CAST_OPS and self.inputs:
             return largest(self.inputs[-1])
         if id(out) not in self.before and any(tensor is out for tensor in self.inputs):
             return None  # what it held before is gone

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -32,7 +32,7 @@ _FUNCTIONS = ("matmul", "bmm", "mm", "baddbmm", "einsum", "exp", "pow", "sum", "
 #: Functions that O1 and O4 give half whatever they get, and that modules call.
 _CAST_TO_HALF = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 #: Functions that only change the dtype.
-CASTS = ("to", "float", "half", "bfloat16", "type")
+CAST_FUNCTIONS = ("to", "float", "half", "bfloat16", "type")
 _BFLOAT16_LEVELS = "/".join(repr(name) for name, row in LEVELS.items() if row.half_dtype == torch.bfloat16)
 BFLOAT16 = f"AMPCOMPAT_DTYPE=bfloat16 (or opt_level={_BFLOAT16_LEVELS}): bfloat16 reaches as far as float32"
 _SMALLER_INPUTS = "smaller inputs: normalize what goes into the model"
@@ -64,10 +64,10 @@ class Setting:
     casts_functions: bool
     casts_weights: bool
     scale: float
-    dynamic: bool = True
-    origin: str = ""
-    growth: Grown | None = None
-    kept: list[str] = field(default_factory=list)
+    dynamic: bool
+    origin: str
+    growth: Grown | None
+    kept: list[str]
 
 
 def hints(event: Event, setting: Setting) -> list[str]:
@@ -140,7 +140,7 @@ def _chains(event: Event) -> list[Made]:
 def _too_large(event: Event, setting: Setting) -> list[str]:
     """For a result of the forward."""
     bfloat16 = [BFLOAT16] if setting.half == "float16" else []
-    if event.place.function in CASTS and _is_of_script(event):
+    if event.place.function in CAST_FUNCTIONS and _is_of_script(event):
         here = _do_not_cast(event, setting) if setting.casts_functions else _cast_later(event)
         return [here, *bfloat16]
     if event.op == "_to_copy" and not event.made:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import _torch
 from ampcompat.tools.core import Args, Kwargs, master_of, tensors_in
-from ampcompat.tools.explain.call import CASTS, Call
+from ampcompat.tools.explain.call import CAST_OPS, Call
 from ampcompat.tools.explain.event import ARGUMENT, COLLECTIVE, UNSEEN, Event, Made
 from ampcompat.tools.explain.places import Place, Places
 from ampcompat.tools.frames import is_called_by_amp
@@ -181,7 +181,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return origin
         was_lost = ~torch.isfinite(source)
         is_new = lost & ~was_lost
-        if call.name in CASTS and bool(is_new.any()):
+        if call.name in CAST_OPS and bool(is_new.any()):
             event = self._born(out, call.name, made.place, largest(source[is_new]))
             event.not_finite = int(is_new.sum())
             self.later[key] = Later(event, was_lost)

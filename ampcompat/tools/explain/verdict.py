@@ -30,10 +30,10 @@ class Account:
     lost: list[LostStep]
     told: dict[str, str]
     held: dict[str, str]
-    has_told_unknown: bool = False
-    weights_lost_at: int = 0
-    warned: list[str] = field(default_factory=list)
-    underflow: str = ""
+    has_told_unknown: bool
+    weights_lost_at: int
+    warned: list[str]
+    underflow: str
 
     def __post_init__(self) -> None:
         self.lost = [row if isinstance(row, LostStep) else LostStep(**row) for row in self.lost]  # JSON has dicts
@@ -78,10 +78,10 @@ class Verdict:
         ranks: How many ranks there are.
     """
 
-    def __init__(self, accounts: Sequence[Account], ranks: int = 1) -> None:
+    def __init__(self, accounts: Sequence[Account], ranks: int) -> None:
         self._own = accounts[0]
-        self.ranks = len(accounts)
-        self._all_ranks = ranks
+        self._heard = len(accounts)
+        self._ranks = ranks
         lost = [row for account in accounts for row in account.lost]
         self.skipped = {row.number for row in lost if row.skipped}
         self.not_finite = {row.number for row in lost if not row.skipped}
@@ -100,8 +100,8 @@ class Verdict:
             said = f"{self._counts()}; a batch was lost to {' and to '.join(self._name(one) for one in self.causes)}"
         else:
             said = self._counts()
-        if self.ranks < self._all_ranks:
-            of_whom = "this rank" if self.ranks == 1 else f"{self.ranks} of {self._all_ranks} ranks"
+        if self._heard < self._ranks:
+            of_whom = "this rank" if self._heard == 1 else f"{self._heard} of {self._ranks} ranks"
             said = f"On {of_whom}, {said}"
         other = [one for one in own.warned if all(one != cause.text for cause in self.causes)]
         if other:
@@ -166,7 +166,7 @@ class Verdict:
             "skipped": len(self.skipped),
             "not_finite": len(self.not_finite),
             "causes": [{"cause": cause.text, "steps": len(cause.steps), "ranks": cause.ranks} for cause in self.causes],
-            "ranks": self.ranks,
+            "ranks": self._heard,
         }
 
 
