@@ -90,7 +90,7 @@ def _of_parameter(event: Event, setting: Setting) -> list[str]:
     dtype = dtype_name(event.dtype)
     larger = f"its float32 master is finite and reaches {event.value:.6g}: the cast to {dtype} lost it"
     module = event.place.module.rpartition(".")[0] if event.place.module else ""
-    return [larger, *_keep_fp32([module], setting), BFLOAT16]
+    return [larger, *_keep_fp32([module], setting), *_bfloat16(setting)]
 
 
 def _cures(event: Event, setting: Setting) -> list[str]:
@@ -139,13 +139,16 @@ def _chains(event: Event) -> list[Made]:
 # -- what is too large for half ----------------------------------------------------------------------------------------
 def _too_large(event: Event, setting: Setting) -> list[str]:
     """For a result of the forward."""
-    bfloat16 = [BFLOAT16] if setting.half == "float16" else []
     if event.place.function in CAST_FUNCTIONS and _is_of_script(event):
         here = _do_not_cast(event, setting) if setting.casts_functions else _cast_later(event)
-        return [here, *bfloat16]
+        return [here, *_bfloat16(setting)]
     if event.op == "_to_copy" and not event.made:
-        return [_SMALLER_INPUTS, *_in_float32(event, setting), *bfloat16]
-    return [*_smaller_constant(event), *_in_float32(event, setting), *bfloat16]
+        return [_SMALLER_INPUTS, *_in_float32(event, setting), *_bfloat16(setting)]
+    return [*_smaller_constant(event), *_in_float32(event, setting), *_bfloat16(setting)]
+
+
+def _bfloat16(setting: Setting) -> list[str]:
+    return [BFLOAT16] if setting.half == "float16" else []
 
 
 def _do_not_cast(event: Event, setting: Setting) -> str:
@@ -172,11 +175,11 @@ def _smaller_constant(event: Event) -> list[str]:
 
 def _too_large_backward(event: Event, setting: Setting) -> list[str]:
     if event.value is None:
-        return [_SMALLER_LOSS, *_in_float32(event, setting), BFLOAT16]
+        return [_SMALLER_LOSS, *_in_float32(event, setting), *_bfloat16(setting)]
     plain = event.value / setting.scale
     if plain > LARGEST:
         smaller = f"{_SMALLER_LOSS}: even without the loss scale the gradient is {plain:.3g}"
-        return [*_larger_eps(event), smaller, *_in_float32(event, setting), BFLOAT16]
+        return [*_larger_eps(event), smaller, *_in_float32(event, setting), *_bfloat16(setting)]
     if not setting.dynamic:
         dynamic = "loss_scale='dynamic': it finds the highest that works, and follows the gradients"
         return [dynamic, *_in_float32(event, setting)]
@@ -229,7 +232,8 @@ def _module_in_float32(event: Event, setting: Setting) -> list[str]:
         return []
     if setting.casts_weights and not event.backward:
         # At the boundary the result becomes half again: what consumes it must be inside.
-        return _keep_fp32(module.rpartition(".")[:1], setting)
+        parent = module.rpartition(".")[0]
+        return _keep_fp32([parent], setting)
     return _keep_fp32([module, *_consumer(event, setting)], setting)
 
 

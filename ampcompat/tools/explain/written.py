@@ -170,7 +170,8 @@ def _of_half(master: Master) -> Reason:
     """Why the half weight is not finite although its master is."""
     ends = f"{dtype_name(master.half.dtype)} ends at {torch.finfo(master.half.dtype).max:g}"
     why = f"its float32 master reached {largest(master.value):.6g}, and {ends}"
-    return Reason(why, [BFLOAT16], "a lower learning rate, or weight decay", at_any_rate=False)
+    bfloat16 = [BFLOAT16] if master.half.dtype == torch.float16 else []
+    return Reason(why, bfloat16, "a lower learning rate, or weight decay", at_any_rate=False)
 
 
 def _of_state(state: torch.Tensor, param: torch.Tensor) -> Reason:
