@@ -20,7 +20,7 @@ from ampcompat.tools.explain.numbers import optimizer_name
 from ampcompat.tools.explain.ops import GRADIENTS, op_fault
 from ampcompat.tools.explain.search import Search
 from ampcompat.tools.explain.spoiled import SpoiledWeights
-from ampcompat.tools.explain.steps import Block, Steps
+from ampcompat.tools.explain.steps import BlockScale, Steps
 from ampcompat.tools.explain.telling import Telling
 from ampcompat.tools.explain.written import Written
 
@@ -43,7 +43,7 @@ class Case:
     number: int
     what: str
     steps: Sequence[Steps]
-    block: Block
+    block: BlockScale
     tensors: list[torch.Tensor]
     is_fault: bool = True
 
@@ -90,7 +90,7 @@ class Diagnosis:
         if self.spoiled.since and (self.spoiled.by or not self.search.watch.is_on):
             case.lose_to(self.spoiled.by)  # weights that are not finite lose every step
             return
-        found = self.search.look(case.tensors, case.what == "gradients", case.block.scaler, case.block.scale)
+        found = self.search.look(case.tensors, case.what == "gradients", case.block)
         for row in case.rows:
             row.was_watched = found.was_watched
             row.was_looked_into = found.was_looked_into
@@ -133,24 +133,26 @@ class Diagnosis:
 
     def _after_too_large(self, fault: Fault) -> Fault:
         """``fault``; where a weight grew after gradients were told to be too large at any scale, as that fault."""
-        is_of_growth = fault.growth is not None and fault.cause == fault.growth.cause
-        for one in self.telling.told if is_of_growth else ():
+        if fault.growth is None or fault.cause != fault.growth.cause:
+            return fault
+        for one in self.telling.told:
             if one.fault.is_too_large:
                 fault.key, fault.cause = one.fault.key, one.fault.cause
         return fault
 
     def suppose(self, row: LostStep) -> None:
         """Put a skip that is not looked into down to the gradients whose explanation is held back, if any."""
-        for held in self.telling.untold[-1:]:
-            row.fault = held.fault.key
+        if self.telling.untold:
+            row.fault = self.telling.untold[-1].fault.key
 
     # -- telling -----------------------------------------------------------------------------------------------------
     def _tell(self, fault: Fault, head: str, step: int) -> None:
         """Tell of ``fault``; what was held back first, if it is likely to have made the weight grow."""
         self.search.watch.disarm()
-        for held in self.telling.untold if fault.growth is not None else ():
-            if costs_more_than_back_off(held.fault.key, self.lost):
-                self.telling.tell(held.fault, held.head, held.step)
+        if fault.growth is not None:
+            for held in self.telling.untold:
+                if costs_more_than_back_off(held.fault.key, self.lost):
+                    self.telling.tell(held.fault, held.head, held.step)
         self.telling.tell(fault, head, step)
 
     def tell_of_persistent(self, case: Case) -> None:

@@ -46,8 +46,10 @@ def not_representable(optimizer: Optimizer) -> list[Number]:
     found = []
     name = optimizer_name(optimizer)
     for index, group in enumerate(optimizer.param_groups):
+        if group.get("fused"):
+            continue
         dtypes = [p.dtype for p in group["params"] if p.dtype in HALF_DTYPES]
-        for dtype in dict.fromkeys(() if group.get("fused") else dtypes):
+        for dtype in dict.fromkeys(dtypes):
             for label, value in _numbers(group, name):
                 becomes = torch.tensor(value, dtype=dtype, device="cpu").item()
                 if becomes != value and (becomes in (0, 1) or becomes == float("inf")):

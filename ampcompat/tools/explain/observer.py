@@ -34,7 +34,7 @@ from ampcompat.tools.explain.misuse import warned
 from ampcompat.tools.explain.numbers import Number, not_representable, optimizer_name
 from ampcompat.tools.explain.ranks import Ranks
 from ampcompat.tools.explain.search import Search
-from ampcompat.tools.explain.steps import Block, Steps
+from ampcompat.tools.explain.steps import BlockScale, Steps
 from ampcompat.tools.explain.telling import Telling
 from ampcompat.tools.explain.underflow import Underflow
 from ampcompat.tools.explain.verdict import Account, Verdict
@@ -73,7 +73,7 @@ class OverflowExplainer:
         self.steps: weakref.WeakKeyDictionary[Optimizer, Steps] = weakref.WeakKeyDictionary()
         self.diagnosis = Diagnosis(self.search, self.telling, self.steps)
         self.underflow: Underflow | None = None  # of the latest step, if its gradients were too small
-        self.block: Block | None = None  # the one that is open
+        self.block: BlockScale | None = None  # the one that is open
 
     # -- events ------------------------------------------------------------------------------------------------------
     @_unseen
@@ -97,7 +97,7 @@ class OverflowExplainer:
         Another at the first block of an optimizer, and where something other than a step has written its weights.
         """
         self.search.leave_forwards()
-        self.block = Block(scaler)
+        self.block = BlockScale(scaler)
         is_lost = not is_finite(loss)
         for one in optimizers:
             self._steps_of(one).begin_block(one, self.block)
@@ -156,7 +156,7 @@ class OverflowExplainer:
 
     # -- a step ------------------------------------------------------------------------------------------------------
     def _look_at_skipped_step(
-        self, optimizer: Optimizer, steps: Steps, block: Block, row: LostStep, is_known: bool
+        self, optimizer: Optimizer, steps: Steps, block: BlockScale, row: LostStep, is_known: bool
     ) -> None:
         """Note to what the loss scale has come down; look into a skip that is no ordinary back-off of it."""
         overflowed = overflowed_scalers(optimizer)
@@ -242,7 +242,7 @@ class OverflowExplainer:
 
     # -- looking into a lost step ------------------------------------------------------------------------------------
     def _look_into_block(
-        self, head: str, what: str, optimizers: Sequence[Optimizer], block: Block, tensors: list[torch.Tensor]
+        self, head: str, what: str, optimizers: Sequence[Optimizer], block: BlockScale, tensors: list[torch.Tensor]
     ) -> None:
         """Look into the step to come, which a block has lost; ``head`` has a gap for its name."""
         number = max([self._steps_of(one).seen for one in optimizers], default=self.search.steps) + 1
@@ -258,10 +258,11 @@ class OverflowExplainer:
         if self.search.steps == 0:
             return []
         messages = []
-        if is_mostly_skipped(self.diagnosis.lost, self.search.steps) and not self.telling.told:
-            for latest in self.telling.untold[-1:]:
-                latest.is_told = True
-                messages.append(latest.fault.message(latest.head, latest.step))
+        are_most_skipped = is_mostly_skipped(self.diagnosis.lost, self.search.steps)
+        if are_most_skipped and self.telling.untold and not self.telling.told:
+            latest = self.telling.untold[-1]
+            latest.is_told = True
+            messages.append(latest.fault.message(latest.head, latest.step))
         own = Account(
             rank=rank(),
             steps=self.search.steps,

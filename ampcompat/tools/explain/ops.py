@@ -144,7 +144,7 @@ def _what(event: Event) -> str:
     if event.op in GIVEN:
         is_half_input = event.op == "input" and event.dtype in HALF_DTYPES
         dtype = f", which is {dtype_name(event.dtype)}," if is_half_input else ""
-        return f"{event.op} {event.place.module or ''}{dtype} was not finite before the forward: {count}"
+        return f"{event.op} {event.place.module}{dtype} was not finite before the forward: {count}"
     if event.op == ARGUMENT:
         return f"{event.given} was not finite before: {count}"
     dtype = dtype_name(event.dtype)

@@ -133,6 +133,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 origin.spread = made.place
             self.origins[storage(out)] = origin
             return
+        last = call.inputs[-1] if call.inputs else out
         is_cast_by_amp = call.name == "_to_copy" and is_called_by_amp(sys._getframe())
         self._born(
             out,
@@ -140,7 +141,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made.place._replace(function="") if is_cast_by_amp else made.place,
             call.largest_in_float32(out),
             scalars=made.scalars,
-            denominators=sum(int((t == 0).sum()) for t in call.inputs[-1:] if t is not out),
+            denominators=0 if last is out else int((last == 0).sum()),
             made=sources,
             node="" if node is None else node.name(),
         )

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from ampcompat.tools.core import Args, Kwargs, LossScaler, Optimizer, is_replica
+from ampcompat.tools.core import Args, Kwargs, Optimizer, is_replica
 from ampcompat.tools.explain.again import Finding, Forward, run_again
 from ampcompat.tools.explain.event import Event
+from ampcompat.tools.explain.steps import BlockScale
 from ampcompat.tools.explain.watch import Watch
 
 #: Forwards kept at a time, and steps after which a forward that no backward followed is forgotten.
@@ -85,14 +86,13 @@ class Search:
         self.watch.after_step(optimizer)
 
     # -- looking -----------------------------------------------------------------------------------------------------
-    def look(self, tensors: list[torch.Tensor], of_backward: bool, scaler: LossScaler, scale: float) -> Found:
+    def look(self, tensors: list[torch.Tensor], of_backward: bool, block: BlockScale) -> Found:
         """Find the origin of what is not finite in ``tensors``; where that is not known, watch the next steps.
 
         Args:
             tensors: A loss, or gradients.
             of_backward: Whether they are gradients.
-            scaler: Whose loss it is.
-            scale: The loss scale.
+            block: The block that they are of.
         """
         if self.watch.is_on:
             event = self.watch.origin(tensors)
@@ -110,7 +110,7 @@ class Search:
                 findings.append(finding)
         except Exception as error:  # the run that is observed must go on whatever happens here
             known = f" The batch could not be run again: {type(error).__name__}: {error}."
-        return Found(known=(known or _what_is_known(findings, of_backward, scaler, scale)) + self.watch_next())
+        return Found(known=(known or _what_is_known(findings, of_backward, block)) + self.watch_next())
 
     def watch_next(self) -> str:
         """Watch the next steps; says so."""
@@ -132,14 +132,14 @@ class Search:
         )
 
 
-def _what_is_known(findings: Sequence[Finding], of_backward: bool, scaler: LossScaler, scale: float) -> str:
+def _what_is_known(findings: Sequence[Finding], of_backward: bool, block: BlockScale) -> str:
     """What is known where no forward that was run again is the cause."""
     if not findings or any(finding.differs for finding in findings):
         return " Its forward could not be run again as it was."
     if any(finding.entered for finding in findings):
         known = " The gradient that came into the model was not finite already: the code after the model made it."
-        if not scaler.dynamic and not scaler.is_one:
-            known += f" The loss scale of {scale:g} may be too high for it: a lower one shows."
+        if not block.scaler.dynamic and not block.scaler.is_one:
+            known += f" The loss scale of {block.scale:g} may be too high for it: a lower one shows."
         return known
     count = len(findings)
     if of_backward:

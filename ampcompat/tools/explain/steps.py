@@ -13,8 +13,8 @@ from ampcompat.tools.explain.weights import Weights
 from ampcompat.tools.explain.written import Written, first_written
 
 
-class Block:
-    """One block of ``scale_loss``.
+class BlockScale:
+    """The loss scale of one block of ``scale_loss``.
 
     Args:
         scaler: Its loss scaler.
@@ -48,14 +48,14 @@ class Steps:
         self.seen = self.made = 0
         self.lost: LostStep | None = None
         self.last: deque[LostStep | None] = deque(maxlen=WINDOW)
-        self.block: Block | None = None
-        self.last_blocks: dict[LossScaler, Block] = {}
+        self.block: BlockScale | None = None
+        self.last_blocks: dict[LossScaler, BlockScale] = {}
         self.weights = Weights(optimizer)
         self._has_stepped = False
         self._made_at: dict[LossScaler, float] = {}  # the highest scales of steps that were made
         self._scales: dict[LossScaler, tuple[float, int]] = {}  # and the step that each came with
 
-    def begin_block(self, optimizer: Optimizer, block: Block) -> None:
+    def begin_block(self, optimizer: Optimizer, block: BlockScale) -> None:
         """Note a block, and look at weights that something other than a step has written."""
         if self._has_stepped:
             self._has_stepped = False

@@ -214,7 +214,9 @@ def params_of(optimizer: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
 def state_of(optimizer: Optimizer, param: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of the optimizer's state for ``param``, each with its name."""
     held = optimizer.state.get(param)
-    for name, value in held.items() if isinstance(held, dict) else ():
+    if not isinstance(held, dict):
+        return
+    for name, value in held.items():
         if isinstance(value, torch.Tensor) and _whole(value) and value.numel():
             yield str(name), value
 
