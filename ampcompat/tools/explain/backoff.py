@@ -75,7 +75,7 @@ def costs_more_than_back_off(key: str, lost: Iterable[LostStep]) -> bool:
 
 # -- the run -----------------------------------------------------------------------------------------------------------
 def is_mostly_skipped(lost: Iterable[LostStep], steps: int) -> bool:
-    """Whether most of ``steps`` were skipped, on any rank."""
+    """Whether most of ``steps`` were skipped."""
     return 2 * len({row.number for row in lost if row.skipped}) > steps
 
 

@@ -181,7 +181,6 @@ class Diagnosis:
         """Tell of weights that are not finite, and that a step has written."""
         fault = self._after_too_large(written.fault)
         row.fault = fault.key
-        self.spoiled.note(row.number, fault.key)
         self._tell(fault, written.head, step)
 
     def tell_of_old_gradients(self, head: str, row: LostStep, step: int, optimizer: Optimizer) -> None:

@@ -268,7 +268,6 @@ class OverflowExplainer:
             steps=self.search.steps,
             lost=put_down(self.diagnosis.lost),
             told={one.fault.key: one.fault.cause for one in self.telling.told},
-            held={one.fault.key: one.fault.cause for one in self.telling.untold},
             has_told_unknown=self.telling.has_told_unknown,
             weights_lost_at=self.diagnosis.spoiled.since,
             warned=warned(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ampcompat.tools.explain.backoff import is_mostly_skipped, is_ordinary
+from ampcompat.tools.explain.backoff import is_ordinary
 from ampcompat.tools.explain.lost import LostStep
 
 
@@ -18,7 +18,6 @@ class Account:
         steps: How many steps there were.
         lost: Those that were lost.
         told: The causes of the faults that were told, by their keys; also of faults that cost no step.
-        held: The same of faults whose explanation was held back.
         has_told_unknown: Whether it was told that a cause was not found.
         weights_lost_at: The step that left weights that are not finite; 0 where none is known.
         warned: Mistakes that amp has warned of, in a few words.
@@ -29,7 +28,6 @@ class Account:
     steps: int
     lost: list[LostStep]
     told: dict[str, str]
-    held: dict[str, str]
     has_told_unknown: bool
     weights_lost_at: int
     warned: list[str]
@@ -54,18 +52,13 @@ class Cause:
     ranks: list[int] = field(default_factory=list)
 
 
-def causes_of(accounts: Sequence[Account], are_most_skipped: bool) -> list[Cause]:
-    """What steps were lost to on any rank, that which has cost most steps first.
-
-    What was held back counts where most steps were skipped, and nothing else explains it.
-    """
-    is_any_told = any(account.told for account in accounts)
+def causes_of(accounts: Sequence[Account]) -> list[Cause]:
+    """What steps were lost to on any rank, that which has cost most steps first."""
     found: dict[str, Cause] = {}
     for account in accounts:
-        causes = account.held if are_most_skipped and not is_any_told else account.told
-        for text in dict.fromkeys(causes.values()):
+        for text in dict.fromkeys(account.told.values()):
             cause = found.setdefault(text, Cause(text))
-            cause.steps |= {row.number for row in account.lost if causes.get(row.fault) == text}
+            cause.steps |= {row.number for row in account.lost if account.told.get(row.fault) == text}
             cause.ranks.append(account.rank)
     return sorted(found.values(), key=lambda cause: -len(cause.steps))
 
@@ -86,7 +79,7 @@ class Verdict:
         self.skipped = {row.number for row in lost if row.skipped}
         self.not_finite = {row.number for row in lost if not row.skipped}
         self._lost = self.skipped | self.not_finite
-        self.causes = causes_of(accounts, is_mostly_skipped(lost, self._own.steps))
+        self.causes = causes_of(accounts)
         is_anything_told = bool(self.causes) or any(account.has_told_unknown for account in accounts)
         self._is_ordinary = is_ordinary(lost, self._own.steps, is_anything_told)
 
