@@ -1,17 +1,17 @@
 """When a skipped step is a normal back-off of the loss scale, and no fault: every rule there is, over the rows.
 
-A dynamic loss scale begins too high, and tries higher ones later; it comes down in steps that are skipped. After every
-third that is skipped in a row, one step is watched.
+A dynamic loss scale begins too high, and tries higher ones later; it comes down in steps that are skipped.
 
-======================================================================  ============================================
+======================================================================  ==============================================
 a skipped step                                                          is
-======================================================================  ============================================
+======================================================================  ==============================================
 of an optimizer that no block has named                                 normal
-at a loss scale that a step was made at before                          not explained: the next steps are watched
 where overflows persist (:func:`overflows_persist`)                     a fault
-watched, with a gradient that a lower scale holds                       held back (:func:`may_be_back_off`)
-otherwise: the scale falls                                              normal once a step is made, unless explained
-======================================================================  ============================================
+that was watched, with a gradient that a lower scale holds              held back (:func:`may_be_back_off`)
+at a loss scale that a step was made at before                          not known: the next steps are watched
+otherwise: the scale falls                                              normal once a step is made, unless explained;
+                                                                        after every third in a row one step is watched
+======================================================================  ==============================================
 
 At the end of a run in which most steps were skipped, what was held back is a fault too, if nothing else was told.
 Otherwise what was held back is normal. Where nothing was told, and steps were only skipped, all of them are.
@@ -28,6 +28,8 @@ from ampcompat.tools.explain.lost import FALLING, NORMAL, LostStep
 #: The last steps that are looked at, and how many of them a back-off may skip. A scale that begins at 65536 is below 1
 #: after 17 skips.
 WINDOW, MOST_SKIPS = 20, 10
+#: Of steps that are skipped in a row, after every so-manieth one is watched.
+SKIPS_TO_A_WATCH = 3
 
 
 # -- one optimizer: ``last`` are its last WINDOW steps, with None for those that were made -----------------------------

@@ -26,7 +26,13 @@ from ampcompat.tools.core import (
     rank,
     was_skipped,
 )
-from ampcompat.tools.explain.backoff import deny_fall, is_mostly_skipped, overflows_persist, skipped_of
+from ampcompat.tools.explain.backoff import (
+    SKIPS_TO_A_WATCH,
+    deny_fall,
+    is_mostly_skipped,
+    overflows_persist,
+    skipped_of,
+)
 from ampcompat.tools.explain.diagnosis import Case, Diagnosis
 from ampcompat.tools.explain.lost import FALLING, NORMAL, LostStep, put_down
 from ampcompat.tools.explain.messages import Message
@@ -40,9 +46,6 @@ from ampcompat.tools.explain.underflow import Underflow
 from ampcompat.tools.explain.verdict import Account, Verdict
 from ampcompat.tools.frames import hide_tools
 from ampcompat.tools.tensors import is_finite
-
-#: Of steps that are skipped in a row, every so-manieth is watched: a scale that comes down may be all that there is.
-SKIPS_TO_A_WATCH = 3
 
 
 def _unseen(method: Callable[..., None]) -> Callable[..., None]:
