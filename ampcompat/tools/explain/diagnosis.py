@@ -170,11 +170,7 @@ class Diagnosis:
 
     def _tell_of_unknown(self, case: Case, known: str) -> None:
         """Tell, once, that the cause was not found, where the step is known to be no normal back-off."""
-        if not case.is_fault:
-            return
-        if case.what == "gradients" and self.telling.untold:
-            self.tell_of_persistent(case)
-        elif not has_found(self.lost, case.what):
+        if case.is_fault and not has_found(self.lost, case.what):
             self.telling.tell_unknown(f"{case.head}{known}", case.number)
 
     def tell_of_written(self, written: Written, row: LostStep, step: int) -> None:

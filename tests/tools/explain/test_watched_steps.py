@@ -458,3 +458,22 @@ def test_a_fault_that_comes_while_another_persists_has_its_own_steps(capsys):
     counts = sorted(one["steps"] for one in last_words()[-1].content["causes"])
     assert sum(counts) == 60
     assert counts[0] == pytest.approx(25, abs=2)  # every third step is watched
+
+
+def test_a_gradient_that_the_script_spoils_in_a_watched_step_has_its_line(capsys):
+    """A loss that was lost before has begun the watch."""
+    model, optimizer = started(nn.Linear(8, 8))
+    for step in range(1, 5):
+        optimizer.zero_grad()
+        loss = model(WORDS).float().pow(2).mean()
+        if step == 2:
+            loss = torch.log(loss * 0)
+        with amp.scale_loss(loss * float(step != 4), optimizer) as scaled:
+            scaled.backward()
+        if step == 4:
+            model.weight.grad.div_(model.weight.grad.norm())  # here
+        optimizer.step()
+    told = explanations(capsys.readouterr().err)
+    assert told[-1]["head"] == "A gradient of step 4 is not finite."
+    assert told[-1]["line"].endswith("# here")
+    assert "(div_)" in last_words()[-1].content["causes"][0]["cause"]
