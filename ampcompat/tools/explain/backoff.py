@@ -32,7 +32,7 @@ WINDOW, MOST_SKIPS = 20, 10
 SKIPS_TO_A_WATCH = 3
 
 
-# -- one optimizer: ``last`` are its last WINDOW steps, with None for those that were made -----------------------------
+# -- one optimizer: ``last`` are its last WINDOW steps, with None for those that were not lost -------------------------
 def overflows_persist(last: Collection[LostStep | None], scale: float) -> bool:
     """Whether overflows persist as the scale falls; ``scale`` is what it has come down to."""
     return scale < 1 or (len(last) == WINDOW and _skips(last) > MOST_SKIPS)

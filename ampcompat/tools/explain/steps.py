@@ -38,7 +38,7 @@ class Steps:
         seen: How many there were.
         made: The number of the last that was not skipped; 0 before.
         lost: The row of the step to come, if that is known to be lost.
-        last: The rows of the last steps, None for one that was made; for ``backoff``.
+        last: The rows of the last steps, None for one that was not lost; for ``backoff``.
         block: The last block; None before the first.
         last_blocks: Those since the step before, by their scalers.
         weights: Its weights.
