@@ -182,7 +182,7 @@ def steps_in_backward(optimizer: Any) -> bool:
     return bool(optimizer._overlap_with_ddp)
 
 
-def running_module(frame: FrameType | None, bottom: FrameType | None = None) -> torch.nn.Module | None:
+def running_module(frame: FrameType | None, bottom: FrameType | None) -> torch.nn.Module | None:
     """The innermost module whose call runs, from ``frame`` to below ``bottom``; None outside of any."""
     while frame is not None and frame is not bottom:
         if frame.f_code is _CALL:

@@ -84,7 +84,7 @@ _HINTS: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
 )
 
 
-#: Kinds of errors that torch raises with these texts. Texts of others are never read: ``__str__`` may be anything.
+#: Kinds of errors that torch raises with these texts. Those of others are never read.
 _KINDS: Final = (RuntimeError, ValueError, TypeError)
 #: Those that a module computing in float32 does not meet.
 _OF_MODULES: Final = (_TOO_LARGE, _WRITE, _NO_KERNEL, _FFT)
@@ -99,10 +99,7 @@ def hint_for(error: BaseException, module: str = "") -> str | None:
     """
     if not isinstance(error, _KINDS):
         return None
-    try:
-        text = str(error)
-    except Exception:  # a subclass of the script's own, whose text cannot be read
-        return None
+    text = str(error)
     hint = next((hint for pattern, hint in _HINTS if pattern.search(text)), None)
     if module and hint in _OF_MODULES:
         return f"{hint}; or keep the module in float32: amp.initialize(..., keep_fp32=[{module!r}])"

@@ -1,12 +1,14 @@
 """Explain why steps are lost.
 
-From the first step that is lost, and is no normal back-off of the loss scale, the probe is in the run itself: from a
-step to the next it sees every op, until it has seen where the value that is not finite was born. What spoils the
-weights is lost once: the forwards of such a batch are run again under the probe at once, before the step. Each lost
-step is a row; the verdict reads these rows at the end, of all ranks, and says what the steps were lost to.
+From the first lost step that is no normal back-off of the loss scale, the probe is in the run itself: from a step to
+the next it sees every op, until it has seen where the value that is not finite was born. After every third skip in a
+row it is in for one step, also where a run starts well. A batch that spoils the weights does not come again, and all is
+lost after it: its forwards are run again under the probe at once, before the step. Each lost step is a row; the verdict
+reads these rows at the end, of all ranks, and says what the steps were lost to.
 
-The way of a lost step: ``observer`` (an event of amp), ``diagnosis``, ``search`` (asks ``watch``, or runs the forward
-``again``; both use ``probe``), ``ops`` and ``hints`` (or ``written``: what a step wrote), ``telling``, ``verdict``.
+The way of a lost step: ``observer`` (an event of amp), ``backoff`` (whether it is normal), ``diagnosis``, ``search``
+(asks ``watch``, or runs the forward ``again``; both use ``probe``), ``ops`` and ``hints`` (or ``written``: what a step
+wrote), ``telling``, ``verdict``.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ def explain_overflows(limit: int = LIMIT, *, stop: bool = False, json: bool = Fa
 
     While nothing overflows, references to the last batches are kept, the loss of each block is looked at, and what each
     step wrote: two host syncs a step. From a lost step on that is no normal back-off, the next steps are watched as
-    they run, 50 at most, and 200 in the whole run. Before that, where the loss is not finite, the same batch is run
-    again (inputs and random numbers as they were). The message names the op, the module, the source line, how many
-    values, their magnitude against 65504, and what to do. The run that is observed stays bitwise what it would have
-    been. apex had nothing like it.
+    they run, 50 at most; after every third skip in a row, at the start too, one step is; 200 in the whole run. Before
+    that, where the loss is not finite, the same batch is run again (inputs and random numbers as they were). The
+    message names the op, the module, the source line, how many values, their magnitude against 65504, and what to do.
+    The run that is observed stays bitwise what it would have been. apex had nothing like it.
 
     Where nothing skips (static scales, O0), the gradients are looked at too: one host sync more. Numbers of an
     optimizer that its half parameters' dtype does not hold (an eps of 1e-8) are named at its first step. The verdict of

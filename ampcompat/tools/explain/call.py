@@ -13,7 +13,7 @@ from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.tensors import largest, readable
 
 #: Ops that change the dtype.
-CASTS = ("_to_copy", "copy_", "to")
+CAST_OPS = ("_to_copy", "copy_", "to")
 _COLLECTIVES = ("c10d", "_c10d_functional")
 #: Names of arguments that say more than "self" and "other" do.
 _TELLING = ("weight", "bias", "target", "mask", "attn_mask", "pos_weight", "running_mean", "running_var")
@@ -73,9 +73,13 @@ class Call:
             unread = {id(self.by_name.get(statistic)) for statistic in ("running_mean", "running_var")}
         return [t for t in tensors_in((self.args, self.kwargs)) if readable(t) and id(t) not in unread]
 
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """The name of the argument that ``tensor`` is; "" where it is in a list."""
+        return next((name for name, value in self.by_name.items() if value is tensor), "")
+
     def describe(self, tensor: torch.Tensor, function: str) -> str:
         """Describe an argument, as in "weight given to cross_entropy (float32 of shape (3,))"."""
-        name = next((name for name, value in self.by_name.items() if value is tensor), "")
+        name = self.name_of(tensor)
         shown = name if name in _TELLING else "a tensor"
         return f"{shown} given to {function or self.name} ({dtype_name(tensor.dtype)} of shape {tuple(tensor.shape)})"
 
@@ -87,7 +91,7 @@ class Call:
         """
         if out.dtype not in HALF_DTYPES:
             return largest(out)
-        if self.name in CASTS and self.inputs:
+        if self.name in CAST_OPS and self.inputs:
             return largest(self.inputs[-1])
         if id(out) not in self.before and any(tensor is out for tensor in self.inputs):
             return None  # what it held before is gone

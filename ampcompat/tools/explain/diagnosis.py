@@ -1,4 +1,4 @@
-"""From something that is not finite to what is told of it: its origin is searched for, and the fault that has it named.
+"""From something that is not finite to what is told of it: search for its origin, and name the fault that this is.
 
 The gradients of a skip may be gone at a lower loss scale, which is normal: their explanation is held back.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ampcompat.tools.core import Optimizer
+from ampcompat.tools.explain.backoff import costs_more_than_back_off, falling, may_be_back_off
 from ampcompat.tools.explain.event import Event
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.growth import Grown
@@ -19,7 +20,7 @@ from ampcompat.tools.explain.numbers import optimizer_name
 from ampcompat.tools.explain.ops import GRADIENTS, op_fault
 from ampcompat.tools.explain.search import Search
 from ampcompat.tools.explain.spoiled import SpoiledWeights
-from ampcompat.tools.explain.steps import WINDOW, Block, Steps
+from ampcompat.tools.explain.steps import BlockScale, Steps
 from ampcompat.tools.explain.telling import Telling
 from ampcompat.tools.explain.written import Written
 
@@ -42,7 +43,7 @@ class Case:
     number: int
     what: str
     steps: Sequence[Steps]
-    block: Block
+    block: BlockScale
     tensors: list[torch.Tensor]
     is_fault: bool = True
 
@@ -89,7 +90,7 @@ class Diagnosis:
         if self.spoiled.since and (self.spoiled.by or not self.search.watch.is_on):
             case.lose_to(self.spoiled.by)  # weights that are not finite lose every step
             return
-        found = self.search.look(case.tensors, case.what == "gradients", case.block.scaler, case.block.scale)
+        found = self.search.look(case.tensors, case.what == "gradients", case.block)
         for row in case.rows:
             row.was_watched = found.was_watched
             row.was_looked_into = found.was_looked_into
@@ -108,14 +109,14 @@ class Diagnosis:
         fault = self._after_too_large(op_fault(event, block.scale, block.scaler.dynamic, origin, self._growth()))
         case.lose_to(fault.key)
         if event.depends_on_scale:  # so do the skips before, at higher scales
-            for row in [row for steps in case.steps for row in steps.falling]:
+            for row in [row for steps in case.steps for row in falling(steps.last)]:
                 row.fault = row.fault or fault.key
-        may_be_normal = event.depends_on_scale and not fault.is_too_large and not case.is_fault
-        if may_be_normal and not self.telling.is_told(fault.key):
+        is_held_back = may_be_back_off(event, fault) and not case.is_fault
+        if is_held_back and not self.telling.is_told(fault.key):
             self.telling.hold(fault, case.head, case.number)
             return
         if event.op == "parameter":
-            self.spoiled.note(self.search.steps + 1, fault.key)
+            self.spoiled.note(self.search.number, fault.key)
             for optimizer, steps in self.steps.items():
                 steps.weights.look(optimizer)  # the next step is not to answer for what was written through `data`
         self._tell(fault, case.head, case.number)
@@ -132,25 +133,26 @@ class Diagnosis:
 
     def _after_too_large(self, fault: Fault) -> Fault:
         """``fault``; where a weight grew after gradients were told to be too large at any scale, as that fault."""
-        is_of_growth = fault.growth is not None and fault.cause == fault.growth.cause
-        for one in self.telling.told if is_of_growth else ():
+        if fault.growth is None or fault.cause != fault.growth.cause:
+            return fault
+        for one in self.telling.told:
             if one.fault.is_too_large:
                 fault.key, fault.cause = one.fault.key, one.fault.cause
         return fault
 
     def suppose(self, row: LostStep) -> None:
         """Put a skip that is not looked into down to the gradients whose explanation is held back, if any."""
-        for held in self.telling.untold[-1:]:
-            row.fault = held.fault.key
+        if self.telling.untold:
+            row.fault = self.telling.untold[-1].fault.key
 
     # -- telling -----------------------------------------------------------------------------------------------------
     def _tell(self, fault: Fault, head: str, step: int) -> None:
         """Tell of ``fault``; what was held back first, if it is likely to have made the weight grow."""
         self.search.watch.disarm()
-        for held in self.telling.untold if fault.growth is not None else ():
-            has_cost = sum(row.fault == held.fault.key for row in self.lost)
-            if has_cost > WINDOW / 2:  # more than an ordinary back-off does
-                self.telling.tell(held.fault, held.head, held.step)
+        if fault.growth is not None:
+            for held in self.telling.untold:
+                if costs_more_than_back_off(held.fault.key, self.lost):
+                    self.telling.tell(held.fault, held.head, held.step)
         self.telling.tell(fault, head, step)
 
     def tell_of_persistent(self, case: Case) -> None:
@@ -168,18 +170,13 @@ class Diagnosis:
 
     def _tell_of_unknown(self, case: Case, known: str) -> None:
         """Tell, once, that the cause was not found, where the step is known to be no normal back-off."""
-        if not case.is_fault:
-            return
-        if case.what == "gradients" and self.telling.untold:
-            self.tell_of_persistent(case)
-        elif not has_found(self.lost, case.what):
+        if case.is_fault and not has_found(self.lost, case.what):
             self.telling.tell_unknown(f"{case.head}{known}", case.number)
 
     def tell_of_written(self, written: Written, row: LostStep, step: int) -> None:
         """Tell of weights that are not finite, and that a step has written."""
         fault = self._after_too_large(written.fault)
         row.fault = fault.key
-        self.spoiled.note(row.number, fault.key)
         self._tell(fault, written.head, step)
 
     def tell_of_old_gradients(self, head: str, row: LostStep, step: int, optimizer: Optimizer) -> None:

@@ -56,7 +56,8 @@ class Event:
         made: How its inputs were made.
         spread: Where an inf was turned into NaN.
         node: Name of the autograd node, in backward.
-        given: For :data:`ARGUMENT`: which tensor it is.
+        given: For :data:`ARGUMENT`: which tensor it is, in words.
+        argument: And the name of that argument.
         rows: For what came from outside: which rows are not finite, as in ", in row 3".
     """
 
@@ -75,6 +76,7 @@ class Event:
     spread: Place | None = None
     node: str = ""
     given: str = ""
+    argument: str = ""
     rows: str = ""
 
     @property
@@ -100,4 +102,4 @@ class Event:
     @property
     def names_the_argument(self) -> bool:
         """Whether an :data:`ARGUMENT` has a name that says what it is for: a mask may be infinite on purpose."""
-        return self.given.partition(" ")[0] in ("weight", "bias", "target", "pos_weight")
+        return self.argument in ("weight", "bias", "target", "pos_weight")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from ampcompat.tools.core import HALF_DTYPES, LEVELS
 from ampcompat.tools.dtypes import dtype_name
-from ampcompat.tools.explain.call import CASTS as CAST_OPS
+from ampcompat.tools.explain.call import CAST_OPS
 from ampcompat.tools.explain.event import ARGUMENT, Event, Made
 from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.places import Place
@@ -33,7 +33,7 @@ _FUNCTIONS = ("matmul", "bmm", "mm", "baddbmm", "einsum", "exp", "pow", "sum", "
 #: Functions that O1 and O4 give half whatever they get, and that modules call.
 _CAST_TO_HALF = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 #: Functions that only change the dtype.
-CASTS = ("to", "float", "half", "bfloat16", "type")
+CAST_FUNCTIONS = ("to", "float", "half", "bfloat16", "type")
 _BFLOAT16_LEVELS = "/".join(repr(name) for name, row in LEVELS.items() if row.half_dtype == torch.bfloat16)
 BFLOAT16 = f"AMPCOMPAT_DTYPE=bfloat16 (or opt_level={_BFLOAT16_LEVELS}): bfloat16 reaches as far as float32"
 _SMALLER_INPUTS = "smaller inputs: normalize what goes into the model"
@@ -65,10 +65,10 @@ class Setting:
     casts_functions: bool
     casts_weights: bool
     scale: float
-    dynamic: bool = True
-    origin: str = ""
-    growth: Grown | None = None
-    kept: list[str] = field(default_factory=list)
+    dynamic: bool
+    origin: str
+    growth: Grown | None
+    kept: list[str]
 
 
 def hints(event: Event, setting: Setting) -> list[str]:
@@ -91,7 +91,7 @@ def _of_parameter(event: Event, setting: Setting) -> list[str]:
     dtype = dtype_name(event.dtype)
     larger = f"its float32 master is finite and reaches {event.value:.6g}: the cast to {dtype} lost it"
     module = event.place.module.rpartition(".")[0] if event.place.module else ""
-    return [larger, *_keep_fp32([module], setting), BFLOAT16]
+    return [larger, *_keep_fp32([module], setting), *_bfloat16(setting)]
 
 
 def _cures(event: Event, setting: Setting) -> list[str]:
@@ -140,15 +140,18 @@ def _chains(event: Event) -> list[Made]:
 # -- what is too large for half ----------------------------------------------------------------------------------------
 def _too_large(event: Event, setting: Setting) -> list[str]:
     """For a result of the forward."""
-    bfloat16 = [BFLOAT16] if setting.half == "float16" else []
-    if event.place.function in CASTS and _is_of_script(event):
+    if event.place.function in CAST_FUNCTIONS and _is_of_script(event):
         here = _do_not_cast(event, setting) if setting.casts_functions else _cast_later(event)
-        return [here, *bfloat16]
+        return [here, *_bfloat16(setting)]
     if event.op == "_to_copy" and not event.made:
-        return [_SMALLER_INPUTS, *_in_float32(event, setting), *bfloat16]
+        return [_SMALLER_INPUTS, *_in_float32(event, setting), *_bfloat16(setting)]
     if event.op == "exp" and event.elements == 1:  # a learned temperature
-        return [".clamp(max=4.6) on what goes into exp: a factor of 100 at most, as in CLIP", *bfloat16]
-    return [*_smaller_constant(event), *_in_float32(event, setting), *bfloat16]
+        return [".clamp(max=4.6) on what goes into exp: a factor of 100 at most, as in CLIP", *_bfloat16(setting)]
+    return [*_smaller_constant(event), *_in_float32(event, setting), *_bfloat16(setting)]
+
+
+def _bfloat16(setting: Setting) -> list[str]:
+    return [BFLOAT16] if setting.half == "float16" else []
 
 
 def _do_not_cast(event: Event, setting: Setting) -> str:
@@ -175,11 +178,11 @@ def _smaller_constant(event: Event) -> list[str]:
 
 def _too_large_backward(event: Event, setting: Setting) -> list[str]:
     if event.value is None:
-        return [_SMALLER_LOSS, *_in_float32(event, setting), BFLOAT16]
+        return [_SMALLER_LOSS, *_in_float32(event, setting), *_bfloat16(setting)]
     plain = event.value / setting.scale
     if plain > LARGEST:
         smaller = f"{_SMALLER_LOSS}: even without the loss scale the gradient is {plain:.3g}"
-        return [*_larger_eps(event), smaller, *_in_float32(event, setting), BFLOAT16]
+        return [*_larger_eps(event), smaller, *_in_float32(event, setting), *_bfloat16(setting)]
     if not setting.dynamic:
         dynamic = "loss_scale='dynamic': it finds the highest that works, and follows the gradients"
         return [dynamic, *_in_float32(event, setting)]
@@ -234,7 +237,8 @@ def _module_in_float32(event: Event, setting: Setting) -> list[str]:
         return _keep_fp32([f"{_layers_around(module)}.*"], setting)
     if setting.casts_weights and not event.backward:
         # At the boundary the result becomes half again: what consumes it must be inside.
-        return _keep_fp32(module.rpartition(".")[:1], setting)
+        parent = module.rpartition(".")[0]
+        return _keep_fp32([parent], setting)
     return _keep_fp32([module, *_consumer(event, setting)], setting)
 
 

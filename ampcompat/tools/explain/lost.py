@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 #: How far a step of a known cause may be from one that it explains.
 NEAR = 50
+#: What a skipped step has to do with the way of the loss scale down: the scale is on it, or has come to its end.
+FALLING, NORMAL = "falling", "normal"
 
 
 @dataclass
@@ -19,7 +21,7 @@ class LostStep:
         fault: The key of the fault that it was lost to; "" where that is not known.
         was_watched: Whether the step was watched as it ran.
         was_looked_into: Whether its cause was looked for.
-        is_normal: Whether the loss scale came down in it, and nothing else is known to have happened.
+        back_off: :data:`FALLING` or :data:`NORMAL`, as ``backoff`` says; "" for a step that is no back-off.
         number: Its number among the steps of all optimizers, from 1.
         skipped: Whether it was skipped.
         scale: What became of the loss scale, as in "came down to 128"; "" where nothing did.
@@ -29,7 +31,7 @@ class LostStep:
     fault: str = ""
     was_watched: bool = False
     was_looked_into: bool = True
-    is_normal: bool = False
+    back_off: str = ""
     number: int = 0
     skipped: bool = False
     scale: str = ""
@@ -37,7 +39,7 @@ class LostStep:
     @property
     def is_unknown(self) -> bool:
         """Whether it is not known what it was lost to."""
-        return not self.fault and not self.is_normal
+        return not self.fault and self.back_off != NORMAL
 
 
 def has_found(lost: Sequence[LostStep], what: str) -> bool:

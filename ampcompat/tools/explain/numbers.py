@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -18,7 +19,23 @@ _WITH_MASTERS = next(name for name, row in LEVELS.items() if row.master_weights)
 MASTERS = f"opt_level={_WITH_MASTERS!r}: its optimizer steps float32 masters"
 
 
-def not_representable(optimizer: Optimizer) -> list[Fault]:
+class Number(NamedTuple):
+    """A number of an optimizer that a dtype does not have.
+
+    Attributes:
+        group: The index of its param group.
+        name: As in "betas[1]".
+        dtype: The dtype.
+        fault: What is told of it.
+    """
+
+    group: int
+    name: str
+    dtype: torch.dtype
+    fault: Fault
+
+
+def not_representable(optimizer: Optimizer) -> list[Number]:
     """Every number in the groups of ``optimizer`` that its half parameters' dtype rounds to 0, 1 or inf.
 
     Fused optimizers, torch's and apex's, compute in float32 whatever they step. A learning rate that a scheduler moves
@@ -29,15 +46,17 @@ def not_representable(optimizer: Optimizer) -> list[Fault]:
     found = []
     name = optimizer_name(optimizer)
     for index, group in enumerate(optimizer.param_groups):
+        if group.get("fused"):
+            continue
         dtypes = [p.dtype for p in group["params"] if p.dtype in HALF_DTYPES]
-        for dtype in dict.fromkeys(() if group.get("fused") else dtypes):
+        for dtype in dict.fromkeys(dtypes):
             for label, value in _numbers(group, name):
                 becomes = torch.tensor(value, dtype=dtype, device="cpu").item()
                 if becomes != value and (becomes in (0, 1) or becomes == float("inf")):
                     where = f"group {index} of {name}"
                     fault = _fault(label, value, becomes, dtype, dtypes.count(dtype), where, name)
                     fault.facts = {"optimizer": name, "group": index, "name": label, "dtype": dtype_name(dtype)}
-                    found.append(fault)
+                    found.append(Number(index, label, dtype, fault))
     return found
 
 

@@ -26,23 +26,26 @@ from ampcompat.tools.core import (
     rank,
     was_skipped,
 )
+from ampcompat.tools.explain.backoff import (
+    SKIPS_TO_A_WATCH,
+    deny_fall,
+    is_mostly_skipped,
+    overflows_persist,
+    skipped_of,
+)
 from ampcompat.tools.explain.diagnosis import Case, Diagnosis
-from ampcompat.tools.explain.fault import Fault
-from ampcompat.tools.explain.lost import LostStep, put_down
+from ampcompat.tools.explain.lost import FALLING, NORMAL, LostStep, put_down
 from ampcompat.tools.explain.messages import Message
 from ampcompat.tools.explain.misuse import warned
-from ampcompat.tools.explain.numbers import not_representable, optimizer_name
+from ampcompat.tools.explain.numbers import Number, not_representable, optimizer_name
 from ampcompat.tools.explain.ranks import Ranks
 from ampcompat.tools.explain.search import Search
-from ampcompat.tools.explain.steps import Block, Steps
+from ampcompat.tools.explain.steps import BlockScale, Steps
 from ampcompat.tools.explain.telling import Telling
 from ampcompat.tools.explain.underflow import Underflow
 from ampcompat.tools.explain.verdict import Account, Verdict
 from ampcompat.tools.frames import hide_tools
 from ampcompat.tools.tensors import is_finite
-
-#: Of steps that are skipped in a row, every so-manieth is watched: a scale that comes down may be all that there is.
-SKIPS_TO_A_WATCH = 3
 
 
 def _unseen(method: Callable[..., None]) -> Callable[..., None]:
@@ -72,10 +75,9 @@ class OverflowExplainer:
         self.ranks = Ranks()
         self.steps: weakref.WeakKeyDictionary[Optimizer, Steps] = weakref.WeakKeyDictionary()
         self.diagnosis = Diagnosis(self.search, self.telling, self.steps)
-        self.count = 0  # of the steps of all optimizers
-        self.blocks = 0
+        self.blocks = 0  # that were begun
         self.underflow: Underflow | None = None  # of the latest step, if its gradients were too small
-        self.block: Block | None = None  # the one that is open
+        self.block: BlockScale | None = None  # the one that is open
 
     # -- events ------------------------------------------------------------------------------------------------------
     @_unseen
@@ -100,7 +102,7 @@ class OverflowExplainer:
         """
         self.search.leave_forwards()
         self.blocks += 1
-        self.block = Block(scaler)
+        self.block = BlockScale(scaler)
         is_lost = not is_finite(loss)
         for one in optimizers:
             self._steps_of(one).begin_block(one, self.block)
@@ -114,7 +116,7 @@ class OverflowExplainer:
         """Look at the gradients too at static scales: one host sync a block."""
         block, self.block = self.block, None
         if not optimizers:
-            self.watch.after_step(self)  # such a block is for the gradient of an input: no step follows
+            self.watch.after_step(None)  # such a block is for the gradient of an input: no step follows
         if block is None or scaler.dynamic or self._is_lost(optimizers):
             return
         grads = _lost_gradients(optimizers)
@@ -138,17 +140,16 @@ class OverflowExplainer:
 
         One host sync, and another where only the device knows whether it skipped.
         """
-        self.count += 1
         self.ranks.look()
         steps = self._steps_of(optimizer)
         is_skipped = was_skipped(optimizer, skipped)
         is_known = steps.lost is not None
-        steps.end(is_skipped)
         if is_skipped and not is_known:
-            steps.lost = LostStep("gradients", is_normal=steps.block is None)
+            steps.lost = LostStep("gradients", back_off=NORMAL if steps.block is None else "")
         row = steps.lost
         if row is not None:
-            self.diagnosis.record(row, self.count, is_skipped)
+            self.diagnosis.record(row, self.search.number, is_skipped)
+        steps.end(is_skipped)
         try:
             if not is_skipped:
                 self._look_at_made_step(optimizer, steps)
@@ -160,7 +161,7 @@ class OverflowExplainer:
 
     # -- a step ------------------------------------------------------------------------------------------------------
     def _look_at_skipped_step(
-        self, optimizer: Optimizer, steps: Steps, block: Block, row: LostStep, is_known: bool
+        self, optimizer: Optimizer, steps: Steps, block: BlockScale, row: LostStep, is_known: bool
     ) -> None:
         """Note to what the loss scale has come down; look into a skip that is no ordinary back-off of it."""
         overflowed = overflowed_scalers(optimizer)
@@ -176,11 +177,11 @@ class OverflowExplainer:
             head = f"{name} was skipped, though its own gradients did not overflow."
             self.diagnosis.tell_of_old_gradients(head, row, steps.seen, optimizer)
             return
-        persists = steps.persists(scale)
+        persists = overflows_persist(steps.last, scale)
         why = ": a gradient is not finite."
         if persists:
-            why = f", as {steps.skipped_of_last()}: gradients overflow although the scale {of_loss}is {scale:g}."
-            steps.falling.clear()  # that was no way down to a scale that works
+            why = f", as {skipped_of(steps.last)}: gradients overflow although the scale {of_loss}is {scale:g}."
+            deny_fall(steps.last)
         block = steps.last_blocks.get(scaler, block)
         grads = _lost_gradients([optimizer])
         case = Case(f"{name} was skipped{why}", steps.seen, "gradients", [steps], block, grads, is_fault=persists)
@@ -196,7 +197,7 @@ class OverflowExplainer:
         elif steps.has_been_made_at(case.block.scaler):
             self.watch.arm()  # what makes such gradients once, and at a scale that had worked, is likely to do so again
         else:
-            steps.falling.append(row)
+            row.back_off = FALLING
             self.diagnosis.suppose(row)
         if steps.skips % SKIPS_TO_A_WATCH == 0:
             self.watch.arm(1)
@@ -213,21 +214,21 @@ class OverflowExplainer:
             event = self.watch.origin(grads)  # what the script did to gradients between block and step
             was_seen = event is not None and steps.block is not None
             row = steps.lost = LostStep("gradients" if was_seen else "weights", was_watched=was_seen)
-            self.diagnosis.record(row, self.count, is_skipped=False)
+            self.diagnosis.record(row, self.search.number, is_skipped=False)
             if event is not None and steps.block is not None:
                 head = f"A gradient of step {steps.seen} is not finite."
                 self.diagnosis.blame(event, Case(head, steps.seen, "gradients", [steps], steps.block, grads))
             else:
                 self.diagnosis.tell_of_written(written, row, steps.seen)
         if were_finite and not steps.weights.are_finite and steps.lost is not None:
-            self.diagnosis.spoiled.note(self.count, steps.lost.fault)
+            self.diagnosis.spoiled.note(self.search.number, steps.lost.fault)
 
-    def _tell_of_numbers(self, optimizer: Optimizer, step: int, told: Sequence[Fault]) -> None:
+    def _tell_of_numbers(self, optimizer: Optimizer, step: int, told: Sequence[Number]) -> None:
         """Tell of those that the parameters' dtype does not hold: they may cost nothing, and are not counted."""
         for number in not_representable(optimizer):
             if number not in told:
                 head = f"{optimizer_name(optimizer)} has a number that the dtype of its parameters does not hold."
-                number.message(head, step).emit(self.telling.json)
+                number.fault.message(head, step).emit(self.telling.json)
 
     # -- the optimizers of a block -----------------------------------------------------------------------------------
     def _steps_of(self, optimizer: Optimizer) -> Steps:
@@ -246,10 +247,10 @@ class OverflowExplainer:
 
     # -- looking into a lost step ------------------------------------------------------------------------------------
     def _look_into_block(
-        self, head: str, what: str, optimizers: Sequence[Optimizer], block: Block, tensors: list[torch.Tensor]
+        self, head: str, what: str, optimizers: Sequence[Optimizer], block: BlockScale, tensors: list[torch.Tensor]
     ) -> None:
         """Look into the step to come, which a block has lost; ``head`` has a gap for its name."""
-        number = max([self._steps_of(one).seen for one in optimizers], default=0) + 1
+        number = max([self._steps_of(one).seen for one in optimizers], default=self.search.steps) + 1
         name = self._name_of_step(number, optimizers[0] if optimizers else None)
         all_steps = [self._steps_of(one) for one in optimizers]
         for steps in all_steps:
@@ -259,23 +260,22 @@ class OverflowExplainer:
     # -- the end -----------------------------------------------------------------------------------------------------
     def last_words(self) -> list[Message]:
         """What is to be told when the run ends: the verdict, and before it what was held back without need."""
-        if self.count == 0 and self.blocks:
+        if self.search.steps == 0 and self.blocks:
             blocks = f"{self.blocks} scale_loss block{'s were' if self.blocks > 1 else ' was'}"
             return [Message("verdict", f"no step was made: {blocks} followed by no optimizer.step().")]
-        if self.count == 0:
+        if self.search.steps == 0:
             return []
         messages = []
-        is_mostly_skipped = 2 * sum(row.skipped for row in self.diagnosis.lost) > self.count
-        if is_mostly_skipped and not self.telling.told:
-            for latest in self.telling.untold[-1:]:
-                latest.is_told = True
-                messages.append(latest.fault.message(latest.head, latest.step))
+        are_most_skipped = is_mostly_skipped(self.diagnosis.lost, self.search.steps)
+        if are_most_skipped and self.telling.untold and not self.telling.told:
+            latest = self.telling.untold[-1]
+            latest.is_told = True
+            messages.append(latest.fault.message(latest.head, latest.step))
         own = Account(
             rank=rank(),
-            steps=self.count,
+            steps=self.search.steps,
             lost=put_down(self.diagnosis.lost),
             told={one.fault.key: one.fault.cause for one in self.telling.told},
-            held={one.fault.key: one.fault.cause for one in self.telling.untold},
             has_told_unknown=self.telling.has_told_unknown,
             weights_lost_at=self.diagnosis.spoiled.since,
             warned=warned(),

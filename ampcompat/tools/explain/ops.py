@@ -8,17 +8,26 @@ import torch
 
 from ampcompat.tools.core import HALF_DTYPES, LEVELS, kept_in_float32, latest_call
 from ampcompat.tools.dtypes import dtype_name
+from ampcompat.tools.explain.call import CAST_OPS
 from ampcompat.tools.explain.event import ARGUMENT, GIVEN, Event
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.growth import Grown
-from ampcompat.tools.explain.hints import CASTS, Setting, has_stable_form, hints, is_module_of_torch, is_singular
+from ampcompat.tools.explain.hints import (
+    CAST_FUNCTIONS,
+    Setting,
+    has_stable_form,
+    hints,
+    is_module_of_torch,
+    is_singular,
+)
 from ampcompat.tools.explain.misuse import spoiling_misuse
 from ampcompat.tools.explain.places import Place
 from ampcompat.tools.tensors import LARGEST
 
 #: The key of gradients that are too large: as the scale falls, they are found in one op after the other.
 GRADIENTS = "gradients"
-_CASTS = ("", *CASTS, "_to_copy", "copy_")
+#: What a cast is called, as an op or as a function; "" where amp makes it.
+_CASTS = ("", *CAST_FUNCTIONS, *CAST_OPS)
 
 
 def op_fault(event: Event, scale: float, dynamic: bool, origin: str, growth: Grown | None) -> Fault:
@@ -135,7 +144,7 @@ def _what(event: Event) -> str:
     if event.op in GIVEN:
         is_half_input = event.op == "input" and event.dtype in HALF_DTYPES
         dtype = f", which is {dtype_name(event.dtype)}," if is_half_input else ""
-        return f"{event.op} {event.place.module or ''}{dtype} was not finite before the forward: {count}"
+        return f"{event.op} {event.place.module}{dtype} was not finite before the forward: {count}"
     if event.op == ARGUMENT:
         return f"{event.given} was not finite before: {count}"
     dtype = dtype_name(event.dtype)

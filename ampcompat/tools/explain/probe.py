@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import _torch
 from ampcompat.tools.core import Args, Kwargs, master_of, tensors_in
-from ampcompat.tools.explain.call import CASTS, Call
+from ampcompat.tools.explain.call import CAST_OPS, Call
 from ampcompat.tools.explain.event import ARGUMENT, COLLECTIVE, UNSEEN, Event, Made
 from ampcompat.tools.explain.places import Place, Places
 from ampcompat.tools.frames import is_called_by_amp
@@ -148,6 +148,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 origin.spread = made.place
             self.origins[storage(out)] = origin
             return
+        last = call.inputs[-1] if call.inputs else out
         is_cast_by_amp = call.name == "_to_copy" and is_called_by_amp(sys._getframe())
         self._born(
             out,
@@ -155,7 +156,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made.place._replace(function="") if is_cast_by_amp else made.place,
             call.largest_in_float32(out),
             scalars=made.scalars,
-            denominators=sum(int((t == 0).sum()) for t in call.inputs[-1:] if t is not out),
+            denominators=0 if last is out else int((last == 0).sum()),
             is_by_number_zero="div" in call.name and 0.0 in call.numbers,
             is_of_nothing=any(t.numel() == 0 for t in call.inputs),
             made=sources,
@@ -198,7 +199,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return origin
         was_lost = ~torch.isfinite(source)
         is_new = lost & ~was_lost
-        if call.name in CASTS and bool(is_new.any()):
+        if call.name in CAST_OPS and bool(is_new.any()):
             event = self._born(out, call.name, made.place, largest(source[is_new]))
             event.not_finite = int(is_new.sum())
             self.later[key] = Later(event, was_lost)
@@ -229,8 +230,15 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         op = UNSEEN if is_called_by_amp(sys._getframe()) else ARGUMENT
         if storage(unknown) in self._reduced:
             op = COLLECTIVE
-        given = call.describe(unknown, place.function)
-        return self._born(unknown, op, place, largest(unknown), given=given, rows=_rows(unknown))
+        return self._born(
+            unknown,
+            op,
+            place,
+            largest(unknown),
+            given=call.describe(unknown, place.function),
+            argument=call.name_of(unknown),
+            rows=_rows(unknown),
+        )
 
 
 def _rows(tensor: torch.Tensor) -> str:

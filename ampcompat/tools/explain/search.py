@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from ampcompat.tools.core import Args, Kwargs, LossScaler, is_replica
+from ampcompat.tools.core import Args, Kwargs, Optimizer, is_replica
 from ampcompat.tools.explain.again import Finding, Forward, run_again
 from ampcompat.tools.explain.event import Event
+from ampcompat.tools.explain.steps import BlockScale
 from ampcompat.tools.explain.watch import Watch
 
 #: Forwards kept at a time, and steps after which a forward that no backward followed is forgotten.
@@ -41,7 +42,7 @@ class Search:
     Attributes:
         watch: The probe in the run.
         forwards: Forwards since the last step, the latest last.
-        steps: How many steps there were.
+        steps: How many steps of all optimizers have ended.
     """
 
     def __init__(self) -> None:
@@ -50,6 +51,11 @@ class Search:
         self.steps = 0
         self._left_to_run_again = MOST_RUN_AGAIN
         self._running: list[Forward | None] = []  # forwards that have begun; None for those that are not kept
+
+    @property
+    def number(self) -> int:
+        """Of the step that is on, or to come, among those of all optimizers: from 1."""
+        return self.steps + 1
 
     def begin_forward(self, model: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Keep references to what the outermost forward gets."""
@@ -72,7 +78,7 @@ class Search:
         """Note that no forward runs."""
         self._running.clear()
 
-    def after_step(self, optimizer: object) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         """Forget forwards that a backward has followed, and old ones; go on watching, or end that."""
         self.steps += 1
         kept = [one for one in self.forwards if not one.has_grads and self.steps - one.begun < OLDEST]
@@ -80,14 +86,13 @@ class Search:
         self.watch.after_step(optimizer)
 
     # -- looking -----------------------------------------------------------------------------------------------------
-    def look(self, tensors: list[torch.Tensor], of_backward: bool, scaler: LossScaler, scale: float) -> Found:
+    def look(self, tensors: list[torch.Tensor], of_backward: bool, block: BlockScale) -> Found:
         """Find the origin of what is not finite in ``tensors``; where that is not known, watch the next steps.
 
         Args:
             tensors: A loss, or gradients.
             of_backward: Whether they are gradients.
-            scaler: Whose loss it is.
-            scale: The loss scale.
+            block: The block that they are of.
         """
         if self.watch.is_on:
             event = self.watch.origin(tensors)
@@ -105,7 +110,7 @@ class Search:
                 findings.append(finding)
         except Exception as error:  # the run that is observed must go on whatever happens here
             known = f" The batch could not be run again: {type(error).__name__}: {error}."
-        return Found(known=(known or _what_is_known(findings, of_backward, scaler, scale)) + self.watch_next())
+        return Found(known=(known or _what_is_known(findings, of_backward, block)) + self.watch_next())
 
     def watch_next(self) -> str:
         """Watch the next steps; says so."""
@@ -127,14 +132,14 @@ class Search:
         )
 
 
-def _what_is_known(findings: Sequence[Finding], of_backward: bool, scaler: LossScaler, scale: float) -> str:
+def _what_is_known(findings: Sequence[Finding], of_backward: bool, block: BlockScale) -> str:
     """What is known where no forward that was run again is the cause."""
     if not findings or any(finding.differs for finding in findings):
         return " Its forward could not be run again as it was."
     if any(finding.entered for finding in findings):
         known = " The gradient that came into the model was not finite already: the code after the model made it."
-        if not scaler.dynamic and not scaler.is_one:
-            known += f" The loss scale of {scale:g} may be too high for it: a lower one shows."
+        if not block.scaler.dynamic and not block.scaler.is_one:
+            known += f" The loss scale of {block.scale:g} may be too high for it: a lower one shows."
         return known
     count = len(findings)
     if of_backward:

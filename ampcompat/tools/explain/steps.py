@@ -6,17 +6,15 @@ import math
 from collections import deque
 
 from ampcompat.tools.core import LossScaler, Optimizer, numbers_of
+from ampcompat.tools.explain.backoff import WINDOW, end_fall
 from ampcompat.tools.explain.lost import LostStep
 from ampcompat.tools.explain.underflow import Underflow, gradients_of, underflow
 from ampcompat.tools.explain.weights import Weights
 from ampcompat.tools.explain.written import Written, first_written
 
-#: The last steps that are looked at. A scale that begins at 65536 is below 1 after 17 skips.
-WINDOW = 20
 
-
-class Block:
-    """One block of ``scale_loss``.
+class BlockScale:
+    """The loss scale of one block of ``scale_loss``.
 
     Args:
         scaler: Its loss scaler.
@@ -40,26 +38,24 @@ class Steps:
         seen: How many there were.
         made: The number of the last that was not skipped; 0 before.
         lost: The row of the step to come, if that is known to be lost.
-        falling: The rows of the last skips, at loss scales that no step was made at; a step that is made ends them.
+        last: The rows of the last steps, None for one that was not lost; for ``backoff``.
         block: The last block; None before the first.
         last_blocks: Those since the step before, by their scalers.
         weights: Its weights.
-        skips: How many steps in a row were skipped, up to the last.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.seen = self.made = self.skips = 0
+        self.seen = self.made = 0
         self.lost: LostStep | None = None
-        self.falling: list[LostStep] = []
-        self.block: Block | None = None
-        self.last_blocks: dict[LossScaler, Block] = {}
+        self.last: deque[LostStep | None] = deque(maxlen=WINDOW)
+        self.block: BlockScale | None = None
+        self.last_blocks: dict[LossScaler, BlockScale] = {}
         self.weights = Weights(optimizer)
-        self._last: deque[bool] = deque(maxlen=WINDOW)  # whether each of the last steps was skipped
         self._has_stepped = False
         self._made_at: dict[LossScaler, float] = {}  # the highest scales of steps that were made
         self._scales: dict[LossScaler, tuple[float, int]] = {}  # and the step that each came with
 
-    def begin_block(self, optimizer: Optimizer, block: Block) -> None:
+    def begin_block(self, optimizer: Optimizer, block: BlockScale) -> None:
         """Note a block, and look at weights that something other than a step has written."""
         if self._has_stepped:
             self._has_stepped = False
@@ -72,38 +68,27 @@ class Steps:
     def end(self, skipped: bool) -> None:
         """Note that a step was made or skipped, and the scales of its blocks."""
         self.seen += 1
-        self._last.append(skipped)
         self._has_stepped = True
-        self.skips = self.skips + 1 if skipped else 0
+        if not skipped:
+            end_fall(self.last)
+        self.last.append(self.lost)
         for scaler, block in self.last_blocks.items():
             known, _ = self._scales.get(scaler, (math.nan, 0))
             if block.scale != known:
                 self._scales[scaler] = block.scale, self.seen
             if not skipped:
                 self._made_at[scaler] = max(block.scale, self._made_at.get(scaler, 0.0))
-        if skipped:
-            return
-        for row in self.falling:  # the loss scale has come down, and that was all
-            row.is_normal = not row.fault
-        self.falling = []
 
-    # -- skipped steps: dynamic scales skip a few at the start, and one now and then ---------------------------------
-    def persists(self, scale: float) -> bool:
-        """Whether overflows persist as the scale falls; ``scale`` is what it has come down to."""
-        if scale < 1:
-            return True
-        return len(self._last) == WINDOW and sum(self._last) > WINDOW / 2
-
-    def skipped_of_last(self) -> str:
-        """As in "11 of the last 14 steps"."""
-        return f"{sum(self._last)} of the last {len(self._last)} steps"
+    @property
+    def skips(self) -> int:
+        """How many steps in a row were skipped, up to the last."""
+        return self.seen - self.made
 
     def has_been_made_at(self, scaler: LossScaler) -> bool:
         """Whether a step was made at a loss scale as high as that of the last block of ``scaler``."""
         block = self.last_blocks.get(scaler)
         return block is not None and block.scale <= self._made_at.get(scaler, 0.0)
 
-    # -- steps that were made ----------------------------------------------------------------------------------------
     def after(self, optimizer: Optimizer) -> tuple[Written | None, Underflow | None]:
         """Look at what a step that was made has written, and at its gradients.
 

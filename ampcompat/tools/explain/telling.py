@@ -20,7 +20,7 @@ class Explanation:
         fault: The fault.
         head: What it has cost, as in "The loss of step 3 is nan.".
         step: The number of that step.
-        is_told: Whether it is known to be a fault, and was told.
+        is_told: Whether it is known to be a fault: it was told, or counted where enough was told before.
     """
 
     fault: Fault

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ampcompat.tools.explain.backoff import is_ordinary
 from ampcompat.tools.explain.lost import LostStep
 
 
@@ -17,7 +18,6 @@ class Account:
         steps: How many steps there were.
         lost: Those that were lost.
         told: The causes of the faults that were told, by their keys; also of faults that cost no step.
-        held: The same of faults whose explanation was held back.
         has_told_unknown: Whether it was told that a cause was not found.
         weights_lost_at: The step that left weights that are not finite; 0 where none is known.
         warned: Mistakes that amp has warned of, in a few words.
@@ -28,11 +28,10 @@ class Account:
     steps: int
     lost: list[LostStep]
     told: dict[str, str]
-    held: dict[str, str]
-    has_told_unknown: bool = False
-    weights_lost_at: int = 0
-    warned: list[str] = field(default_factory=list)
-    underflow: str = ""
+    has_told_unknown: bool
+    weights_lost_at: int
+    warned: list[str]
+    underflow: str
 
     def __post_init__(self) -> None:
         self.lost = [row if isinstance(row, LostStep) else LostStep(**row) for row in self.lost]  # JSON has dicts
@@ -53,19 +52,13 @@ class Cause:
     ranks: list[int] = field(default_factory=list)
 
 
-def causes_of(accounts: Sequence[Account], is_mostly_skipped: bool) -> list[Cause]:
-    """What steps were lost to on any rank, that which has cost most steps first.
-
-    What was held back counts where a loss scale that comes down is no reason: most steps were skipped, and nothing else
-    explains it.
-    """
-    is_any_told = any(account.told for account in accounts)
+def causes_of(accounts: Sequence[Account]) -> list[Cause]:
+    """What steps were lost to on any rank, that which has cost most steps first."""
     found: dict[str, Cause] = {}
     for account in accounts:
-        causes = account.held if is_mostly_skipped and not is_any_told else account.told
-        for text in dict.fromkeys(causes.values()):
+        for text in dict.fromkeys(account.told.values()):
             cause = found.setdefault(text, Cause(text))
-            cause.steps |= {row.number for row in account.lost if causes.get(row.fault) == text}
+            cause.steps |= {row.number for row in account.lost if account.told.get(row.fault) == text}
             cause.ranks.append(account.rank)
     return sorted(found.values(), key=lambda cause: -len(cause.steps))
 
@@ -78,17 +71,17 @@ class Verdict:
         ranks: How many ranks there are.
     """
 
-    def __init__(self, accounts: Sequence[Account], ranks: int = 1) -> None:
+    def __init__(self, accounts: Sequence[Account], ranks: int) -> None:
         self._own = accounts[0]
-        self.ranks = len(accounts)
-        self._all_ranks = ranks
+        self._heard = len(accounts)
+        self._ranks = ranks
         lost = [row for account in accounts for row in account.lost]
         self.skipped = {row.number for row in lost if row.skipped}
         self.not_finite = {row.number for row in lost if not row.skipped}
         self._lost = self.skipped | self.not_finite
-        self._is_mostly_skipped = 2 * len(self.skipped) > self._own.steps
-        self._has_told_unknown = any(account.has_told_unknown for account in accounts)
-        self.causes = causes_of(accounts, self._is_mostly_skipped)
+        self.causes = causes_of(accounts)
+        is_anything_told = bool(self.causes) or any(account.has_told_unknown for account in accounts)
+        self._is_ordinary = is_ordinary(lost, self._own.steps, is_anything_told)
 
     def __str__(self) -> str:
         own = self._own
@@ -100,19 +93,13 @@ class Verdict:
             said = f"{self._counts()}; a batch was lost to {' and to '.join(self._name(one) for one in self.causes)}"
         else:
             said = self._counts()
-        if self.ranks < self._all_ranks:
-            of_whom = "this rank" if self.ranks == 1 else f"{self.ranks} of {self._all_ranks} ranks"
+        if self._heard < self._ranks:
+            of_whom = "this rank" if self._heard == 1 else f"{self._heard} of {self._ranks} ranks"
             said = f"On {of_whom}, {said}"
         other = [one for one in own.warned if all(one != cause.text for cause in self.causes)]
         if other:
             said += f"; amp has warned of {', and of '.join(other)}"
         return f"{said}, but {own.underflow}." if own.underflow else f"{said}."
-
-    @property
-    def _is_ordinary(self) -> bool:
-        """Whether an ordinary back-off of the scale is all that there was, on every rank."""
-        is_known = not self.not_finite and not self.causes and not self._is_mostly_skipped
-        return is_known and bool(self.skipped) and not self._has_told_unknown
 
     def _scale_of(self, steps: set[int]) -> str:
         """What had become of the loss scale at the last of ``steps``."""
@@ -172,7 +159,7 @@ class Verdict:
             "skipped": len(self.skipped),
             "not_finite": len(self.not_finite),
             "causes": [{"cause": cause.text, "steps": len(cause.steps), "ranks": cause.ranks} for cause in self.causes],
-            "ranks": self.ranks,
+            "ranks": self._heard,
         }
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from ampcompat import _torch
-from ampcompat.tools.core import Args, Kwargs, live_models
+from ampcompat.tools.core import Args, Kwargs, Optimizer, live_models
 from ampcompat.tools.explain.event import ARGUMENT, COLLECTIVE, UNSEEN, Event
 from ampcompat.tools.explain.places import Places
 from ampcompat.tools.explain.probe import Probe
@@ -34,7 +33,7 @@ class Watch:
         self._left_of_all = MOST_STEPS
         self._places: Places | None = None
         self._probe: Probe | None = None
-        self._optimizer: weakref.ref[Any] | None = None
+        self._optimizer: weakref.ref[Optimizer] | None = None
 
     @property
     def is_on(self) -> bool:
@@ -50,18 +49,22 @@ class Watch:
         """Watch no more steps: the birth of the value is known."""
         self.left = 0
 
-    def after_step(self, optimizer: object) -> None:
-        """End the watch over a step of ``optimizer``; begin that over its next, if there is to be one."""
-        if self.is_on and self._optimizer is not None and self._optimizer() not in (optimizer, None):
-            return  # this one has begun with another optimizer
+    def after_step(self, optimizer: Optimizer | None) -> None:
+        """End the watch over a step of ``optimizer``; begin that over its next, if there is to be one.
+
+        With None, for a block that no step follows: any may end the watch that begins then.
+        """
+        begun_with = None if self._optimizer is None else self._optimizer()
+        if self.is_on and begun_with is not None and begun_with is not optimizer:
+            return
         self.stop()
         if self.left > 0:
             self.left -= 1
             self._left_of_all -= 1
             self._start(optimizer)
 
-    def _start(self, optimizer: object) -> None:
-        self._optimizer = weakref.ref(optimizer)
+    def _start(self, optimizer: Optimizer | None) -> None:
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._places = Places(live_models())
         self._probe = Probe(self._places)
         _torch.enter_outermost(self._places)

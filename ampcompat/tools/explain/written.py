@@ -16,7 +16,7 @@ from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.growth import History, name_of
 from ampcompat.tools.explain.hints import BFLOAT16
 from ampcompat.tools.explain.misuse import spoiling_misuse
-from ampcompat.tools.explain.numbers import MASTERS, not_representable, optimizer_name
+from ampcompat.tools.explain.numbers import MASTERS, Number, not_representable, optimizer_name
 from ampcompat.tools.tensors import LARGEST, count_not_finite, is_finite, largest, readable
 
 #: A gradient whose square float32 holds.
@@ -31,14 +31,16 @@ class Reason:
     Attributes:
         why: In words.
         hints: What to do, the likeliest first.
+        slower: And last, to make smaller steps; not told where a weight grew, which says more.
         at_any_rate: Whether a lower learning rate would not help.
-        number: What is told of a number of the optimizer that its parameters' dtype does not hold, if it is that.
+        number: The number of the optimizer that its parameters' dtype does not hold, if it is that.
     """
 
     why: str
     hints: list[str] = field(default_factory=list)
+    slower: str = ""
     at_any_rate: bool = True
-    number: Fault | None = None
+    number: Number | None = None
 
 
 class Written(NamedTuple):
@@ -52,7 +54,7 @@ class Written(NamedTuple):
 
     head: str
     fault: Fault
-    numbers: list[Fault]
+    numbers: list[Number]
 
 
 class _Lost(NamedTuple):
@@ -91,16 +93,11 @@ def first_written(optimizer: Optimizer, step: int, history: History) -> Written 
     parameter = name_of(param)
     of_what = parameter or f"a parameter of group {group}"
     name = f"{state} of {of_what}" if state else of_what
-    facts = {
-        "optimizer": optimizer_class,
-        "group": group,
-        "parameter": parameter,
-        "dtype": dtype_name(tensor.dtype),
-        "not_finite": count_not_finite(tensor),
-        "elements": tensor.numel(),
-    }
+    dtype = dtype_name(tensor.dtype)
+    not_finite, elements = count_not_finite(tensor), tensor.numel()
     cause = f"step {step} of {optimizer_class}, which left {name} not finite"
-    hints = [hint for reason in reasons for hint in reason.hints] or [_SMALLER_STEPS]
+    hints = [hint for reason in reasons for hint in reason.hints]
+    slower = [reason.slower for reason in reasons if reason.slower]
     at_any_rate = any(reason.at_any_rate for reason in reasons)
     misuse = None if at_any_rate else spoiling_misuse()
     growth = None if at_any_rate or misuse is not None else history.growth(optimizer)
@@ -109,9 +106,11 @@ def first_written(optimizer: Optimizer, step: int, history: History) -> Written 
         hints = [misuse.hint]
     elif growth is not None:
         cause = growth.cause
-        hints = [growth.hint, *(hint for hint in hints if not hint.startswith("a lower learning rate"))]
+        hints = [growth.hint, *hints]
+    else:
+        hints = [*hints, *slower] or [_SMALLER_STEPS]
     fault = Fault(
-        what=f"{name} ({facts['dtype']}): {facts['not_finite']} of {facts['elements']} elements are not finite",
+        what=f"{name} ({dtype}): {not_finite} of {elements} elements are not finite",
         where=f"group {group} of {optimizer_class}",
         cause=cause,
         key=cause,
@@ -119,7 +118,14 @@ def first_written(optimizer: Optimizer, step: int, history: History) -> Written 
         details=[("and" if index else "why", reason.why) for index, reason in enumerate(reasons)],
         growth=growth,
         hints=hints,
-        facts=facts,
+        facts={
+            "optimizer": optimizer_class,
+            "group": group,
+            "parameter": parameter,
+            "dtype": dtype,
+            "not_finite": not_finite,
+            "elements": elements,
+        },
     )
     head = f"Step {step} of {optimizer_class} left {'state' if state else 'a weight'} that is not finite."
     return Written(head, fault, [reason.number for reason in reasons if reason.number is not None])
@@ -136,9 +142,8 @@ def _of_weight(optimizer: Optimizer, group: int, param: torch.Tensor) -> list[Re
         if not is_finite(tensor):
             sure.append(_of_other_state(name, tensor, param))
     for number in not_representable(optimizer):
-        kind = number.facts["group"], number.facts["dtype"], number.facts["name"]
-        if kind == (group, dtype_name(param.dtype), "eps"):
-            sure.append(Reason(f"{number.cause}{zeros}", number.hints, number=number))
+        if (number.group, number.dtype, number.name) == (group, param.dtype, "eps"):
+            sure.append(Reason(f"{number.fault.cause}{zeros}", number.fault.hints, number=number))
     return sure or [_likeliest(optimizer, group, param, zeros)]
 
 
@@ -156,12 +161,12 @@ def _likeliest(optimizer: Optimizer, group: int, param: torch.Tensor, zeros: str
     if param.dtype in HALF_DTYPES:
         with_size = "" if size is None else f", its largest gradient is {size:.3g}"
         why = f"the update left the range of {dtype} ({rate_text}{with_size})"
-        return Reason(why, [MASTERS, _SMALLER_STEPS], at_any_rate=False)
+        return Reason(why, [MASTERS], _SMALLER_STEPS, at_any_rate=False)
     if isinstance(rate, float) and rate * max(size or 0.0, 1.0) < LARGEST:  # no usual rule makes it infinite
         why = f"not known: its gradient is finite (largest {size or 0.0:.3g}), and its {rate_text} is usual"
         return Reason(why, ["look at what else writes weights or gradients between scale_loss and the step"])
     why = f"the update was not finite in {dtype} ({rate_text})"
-    return Reason(why, [_SMALLER_STEPS], at_any_rate=False)
+    return Reason(why, slower=_SMALLER_STEPS, at_any_rate=False)
 
 
 def _of_half(master: Master, rate: object) -> Reason:
@@ -169,7 +174,8 @@ def _of_half(master: Master, rate: object) -> Reason:
     ends = f"{dtype_name(master.half.dtype)} ends at {torch.finfo(master.half.dtype).max:g}"
     why = f"its float32 master reached {largest(master.value):.6g}, and {ends}"
     than = f" than {rate:g}" if isinstance(rate, float) else ""
-    return Reason(why, [f"a lower learning rate{than}, or weight decay", BFLOAT16], at_any_rate=False)
+    bfloat16 = [BFLOAT16] if master.half.dtype == torch.float16 else []
+    return Reason(why, [f"a lower learning rate{than}, or weight decay", *bfloat16], at_any_rate=False)
 
 
 def _of_other_state(name: str, state: torch.Tensor, param: torch.Tensor) -> Reason:
@@ -221,7 +227,9 @@ def params_of(optimizer: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
 def state_of(optimizer: Optimizer, param: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of the optimizer's state for ``param``, each with its name."""
     held = optimizer.state.get(param)
-    for name, value in held.items() if isinstance(held, dict) else ():
+    if not isinstance(held, dict):
+        return
+    for name, value in held.items():
         if isinstance(value, torch.Tensor) and _whole(value) and value.numel():
             yield str(name), value
 

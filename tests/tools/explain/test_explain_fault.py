@@ -11,6 +11,9 @@ from torch import nn
 
 from ampcompat import amp
 from ampcompat.tools.explain import explain_as, explain_overflows
+from ampcompat.tools.explain.event import Event
+from ampcompat.tools.explain.hints import BFLOAT16, Setting, hints
+from ampcompat.tools.explain.places import NOWHERE
 
 
 def lose_a_step(model, x, level="O1", loss_of=lambda y: y.float().pow(2).mean(), steps=1, **options):
@@ -606,3 +609,27 @@ def test_what_was_held_back_is_told_once_it_is_known_to_be_a_fault(capsys):
     assert entry["pass"] == "backward"
     assert entry["what"] == "linear (aten::mm) left the range of float16: 8 of 8 values"
     assert "20 of 20 steps were skipped; the cause is" in last_words()[-1].head
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("value", "op"),
+    [
+        (None, "_flash_attention_backward"),  # a kernel that takes half alone
+        (3.4e38, "mm"),
+    ],
+)
+def test_bfloat16_is_not_advised_where_it_is_used(half, value, op):
+    name = str(half).removeprefix("torch.")
+    event = Event(op, NOWHERE, backward=True, dtype=half, value=value, not_finite=1, elements=4)
+    setting = Setting(
+        half=name,
+        casts_functions=True,
+        casts_weights=False,
+        scale=1.0,
+        dynamic=False,
+        origin="",
+        growth=None,
+        kept=[],
+    )
+    assert (BFLOAT16 in hints(event, setting)) == (half is torch.float16)

@@ -208,3 +208,10 @@ def test_weights_that_were_never_stepped(capsys, level):
     assert err.count("ampcompat explain: ") == 1
     assert "parameter weight was not finite before the forward" in err
     assert "no step was made yet: look at how the model is initialized, or at the checkpoint" in err
+
+
+def test_a_learning_rate_that_is_not_finite_is_named(capsys):
+    train(lambda p: torch.optim.SGD(p, lr=float("inf")), "O1", 1, loss=lambda y: y.float().mean())
+    err = capsys.readouterr().err
+    assert "why       its learning rate was inf" in err
+    assert "hint      look at what sets it, such as a scheduler that divides by zero" in err

@@ -21,12 +21,12 @@ from ampcompat.tools.explain import numbers
 )
 def test_every_number_that_float16_does_not_hold(make, texts):
     _, optimizer = train(make, steps=0)
-    assert [one.cause for one in numbers.not_representable(optimizer)] == texts
+    assert [one.fault.cause for one in numbers.not_representable(optimizer)] == texts
 
 
 def test_numbers_of_bfloat16():
     _, optimizer = train(adam(), cast_model_type=torch.bfloat16, steps=0)
-    assert [one.cause for one in numbers.not_representable(optimizer)] == ["betas[1]=0.999 is 1 in bfloat16"]
+    assert [one.fault.cause for one in numbers.not_representable(optimizer)] == ["betas[1]=0.999 is 1 in bfloat16"]
 
 
 def test_numbers_that_are_held_or_do_not_meet_half():

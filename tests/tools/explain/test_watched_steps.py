@@ -245,6 +245,20 @@ def test_steps_are_watched_in_bounds(monkeypatch):
     assert "were not looked into" in verdict.head
 
 
+def test_a_watch_that_a_block_without_optimizers_has_begun_ends_too(monkeypatch):
+    """The gradient of an input is asked for once, at the start; the training after it is well."""
+    monkeypatch.setattr("ampcompat.tools.explain.watch.STEPS", 2)
+    model, optimizer = started(nn.Linear(8, 8))
+    words = WORDS.clone().requires_grad_()
+    with amp.scale_loss(torch.log(model(words).float() * 0).mean(), []) as scaled:
+        scaled.backward()
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is not None
+    for _ in range(2):
+        optimizer.zero_grad()
+        make_step(optimizer, model(WORDS).float().mean())
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
 def test_overflows_that_persist_are_told_from_what_a_watched_step_has_shown(monkeypatch, capsys):
     """The gradient grows as fast as the scale falls, and the watch has ended before that is known."""
     monkeypatch.setattr("ampcompat.tools.explain.watch.STEPS", 2)
@@ -502,3 +516,22 @@ def test_a_fault_that_comes_while_another_persists_has_its_own_steps(capsys):
     counts = sorted(one["steps"] for one in last_words()[-1].content["causes"])
     assert sum(counts) == 60
     assert counts[0] == pytest.approx(25, abs=2)  # every third step is watched
+
+
+def test_a_gradient_that_the_script_spoils_in_a_watched_step_has_its_line(capsys):
+    """A loss that was lost before has begun the watch."""
+    model, optimizer = started(nn.Linear(8, 8))
+    for step in range(1, 5):
+        optimizer.zero_grad()
+        loss = model(WORDS).float().pow(2).mean()
+        if step == 2:
+            loss = torch.log(loss * 0)
+        with amp.scale_loss(loss * float(step != 4), optimizer) as scaled:
+            scaled.backward()
+        if step == 4:
+            model.weight.grad.div_(model.weight.grad.norm())  # here
+        optimizer.step()
+    told = explanations(capsys.readouterr().err)
+    assert told[-1]["head"] == "A gradient of step 4 is not finite."
+    assert told[-1]["line"].endswith("# here")
+    assert "(div_)" in last_words()[-1].content["causes"][0]["cause"]
