@@ -108,7 +108,10 @@ def model_collected() -> None:
     if cast_state.ambient is None or cast_state.collected_in_trace:
         return
     latest = _latest_casts()
-    if not latest.same_as(cast_state.ambient):
+    ambient = (
+        cast_state.ambient
+    )  # asked again: the look at all models may have collected another, which came here first
+    if ambient is not None and not latest.same_as(ambient):
         cast_state.ambient = latest if latest.enabled else None
         apply_ambient_casts()
 

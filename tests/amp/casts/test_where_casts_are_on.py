@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ampcompat import _torch
 from ampcompat.amp import _amp_state, disable_casts, init, initialize, scale_loss
+from ampcompat.amp.casts import ambience
 from ampcompat.amp.casts.contexts import casts_off
 
 HALF, FLOAT = torch.float16, torch.float32
@@ -128,6 +129,23 @@ def test_a_model_collected_in_another_thread_ends_the_casts_at_the_next_block():
     thread.join()
     with scale_loss(model(torch.randn(2, 4)).sum(), optimizer) as scaled:
         scaled.backward()
+    assert product() == FLOAT
+
+
+def test_a_model_collected_while_the_end_of_another_is_followed(monkeypatch):
+    """The garbage collector may run at any allocation, in the look at the models that are alive, too."""
+    first, second = [at("O1")[0]], [at("O1")[0]]
+
+    def latest_casts():
+        found = original()
+        second.clear()
+        gc.collect()
+        return found
+
+    original = ambience._latest_casts
+    monkeypatch.setattr(ambience, "_latest_casts", latest_casts)
+    first.clear()
+    gc.collect()
     assert product() == FLOAT
 
 
