@@ -108,9 +108,7 @@ def model_collected() -> None:
     if cast_state.ambient is None or cast_state.collected_in_trace:
         return
     latest = _latest_casts()
-    ambient = (
-        cast_state.ambient
-    )  # asked again: the look at all models may have collected another, which came here first
+    ambient = cast_state.ambient  # once more: another model may have been collected meanwhile
     if ambient is not None and not latest.same_as(ambient):
         cast_state.ambient = latest if latest.enabled else None
         apply_ambient_casts()

@@ -215,10 +215,10 @@ class MovingScale:
     def _move(self, found_inf: torch.Tensor) -> None:
         """Back off where ``found_inf`` is set, else count a clean pass, and grow after enough of them. No host sync.
 
-        ``scale`` and ``clean_passes``, which are made, change in place.
+        ``scale`` and ``clean_passes``, which :meth:`note_pass` has made, change in place.
         """
-        scale: torch.Tensor = self.scale  # type: ignore[assignment] # see above
-        clean_passes: torch.Tensor = self.clean_passes  # type: ignore[assignment] # made with the scale
+        scale: torch.Tensor = self.scale  # type: ignore[assignment]
+        clean_passes: torch.Tensor = self.clean_passes  # type: ignore[assignment]
         # The host notes the scale anew where a script writes a limit; every later scale is within the limits, too.
         is_within_limits = self.smallest <= self.written_scale <= self.largest
         before = scale if is_within_limits else scale.clone()
