@@ -113,4 +113,4 @@ def forget_overflows_if_cleared(stash: OptimizerState) -> None:
     """Forget the overflows that an optimizer knows of, where a script has cleared all of its gradients by hand."""
     drop_cleared(stash.leaves.masters)
     if not stash.leaves.gradients():
-        stash.forget_overflows()
+        stash.note_overflows_cleared()

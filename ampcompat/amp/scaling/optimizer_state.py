@@ -128,6 +128,8 @@ class OptimizerState:
             skipped if any is set.
         overflows_for_script: The same of blocks with ``delay_overflow_check``: after the scaler's ``update_scale()``,
             the script decides about the step.
+        cleared_overflows: The same of blocks since the last step whose gradients were cleared. A script may have copied
+            these, to bring them back (PCGrad): the next step is skipped if it finds inf or NaN, too.
         checks_gradients: Whether the next step looks at its gradients itself, since they may not be finite.
         scalers_to_move: Scalers whose passes ``delay_unscale`` has left uncounted, until the next block without it,
             step or ``amp.master_params``.
@@ -148,6 +150,7 @@ class OptimizerState:
     shared: Set[int] = frozenset()
     overflows: dict[LossScaler, torch.Tensor] = field(default_factory=dict)
     overflows_for_script: dict[LossScaler, Overflow] = field(default_factory=dict)
+    cleared_overflows: dict[LossScaler, torch.Tensor] = field(default_factory=dict)
     checks_gradients: bool = False
     scalers_to_move: set[LossScaler] = field(default_factory=set)
     unreduced: Unreduced | None = None
@@ -165,9 +168,7 @@ class OptimizerState:
         if overflow.for_script is not None:
             self._note_for_script(overflow)
             return
-        scaler, flag, _ = overflow
-        earlier = self.overflows.get(scaler)
-        self.overflows[scaler] = flag if earlier is None else torch.maximum(earlier, flag)
+        _add_flag(self.overflows, overflow.scaler, overflow.flag)
 
     def _note_for_script(self, overflow: Overflow) -> None:
         """Note a pass that has left the scale alone, in one flag with others since the scaler's last transition."""
@@ -183,14 +184,26 @@ class OptimizerState:
             self.overflows_for_script[overflow.scaler] = overflow
 
     def forget_overflows(self) -> None:
-        """Forget the overflows of gradients that are gone."""
+        """Forget the overflows of gradients that a step has been told of."""
         self.overflows = {}
         self.overflows_for_script = {}
+        self.cleared_overflows = {}
         self.checks_gradients = False
 
-    def forget_gradients(self) -> None:
-        """Forget all that is known of gradients: ``zero_grad`` has cleared them."""
+    def note_overflows_cleared(self) -> None:
+        """Note that the gradients whose overflows are known were cleared: no step is skipped for these alone."""
+        cleared = self.cleared_overflows
+        for scaler, flag in self.overflows.items():
+            _add_flag(cleared, scaler, flag)
+        for scaler, overflow in self.overflows_for_script.items():
+            if not overflow.script_decides:
+                _add_flag(cleared, scaler, overflow.flag)
         self.forget_overflows()
+        self.cleared_overflows = cleared
+
+    def forget_gradients(self) -> None:
+        """Forget what is known of gradients: ``zero_grad`` has cleared them."""
+        self.note_overflows_cleared()
         self.scalers_to_move.clear()
         self.unreduced = None
         self.saved_by_script = {}
@@ -206,9 +219,11 @@ class OptimizerState:
         Gradients of tensors without a master stay until they are cleared, as in plain torch; so do those of masters
         that another optimizer shares. They may not be finite unless the step was made.
         """
-        may_have_overflowed = self.checks_gradients or bool(self.overflows or self.overflows_for_script)
+        overflows = self.overflows or self.overflows_for_script or self.cleared_overflows
+        may_have_overflowed = self.checks_gradients or bool(overflows)
         self.overflows = {}
         self.overflows_for_script = {}
+        self.cleared_overflows = {}
         self.scalers_to_move.clear()
         was_made = skipped is False
         self.checks_gradients = may_have_overflowed and not was_made
@@ -217,6 +232,12 @@ class OptimizerState:
                 # As :meth:`Master.drop_gradient`, for thousands of masters at each step.
                 master.grad_shown = False
                 master.value.grad = None
+
+
+def _add_flag(flags: dict[LossScaler, torch.Tensor], scaler: LossScaler, flag: torch.Tensor) -> None:
+    """Make that of ``scaler`` in ``flags`` tell whether it or ``flag`` is set."""
+    earlier = flags.get(scaler)
+    flags[scaler] = flag if earlier is None else torch.maximum(earlier, flag)
 
 
 class AmpOptimizer(Optimizer, Protocol):

@@ -76,10 +76,20 @@ def flags_of(stash: OptimizerState) -> list[StepFlag]:
     for overflow in stash.overflows_for_script.values():
         if not overflow.script_decides:
             flags.append((overflow.scaler, overflow.flag))
-    if stash.checks_gradients:
-        gradients = stash.leaves.gradients()
-        if gradients:
-            flags.append((None, any_non_finite(gradients)))
+    if stash.checks_gradients or stash.cleared_overflows:
+        flags += _flags_of_gradients(stash)
+    return flags
+
+
+def _flags_of_gradients(stash: OptimizerState) -> list[StepFlag]:
+    """The flags of what is in the gradients now: of an earlier step, or of blocks whose gradients were cleared since."""
+    gradients = stash.leaves.gradients()
+    if not gradients:
+        return []
+    found_inf = any_non_finite(gradients)
+    flags: list[StepFlag] = [(None, found_inf)] if stash.checks_gradients else []
+    for scaler, flag in stash.cleared_overflows.items():
+        flags.append((scaler, torch.minimum(flag, _torch.moved_to(flag.device, found_inf))))
     return flags
 
 
