@@ -388,7 +388,8 @@ def _cast_models(session: Session, objects: _Objects) -> None:
     parts = {part: None for model in objects.models for part in model.modules()}
     if policy.half_dtype is not None:
         policy.has_parts = _hold_one_another(objects.models)
-    groups = [group for optimizer in objects.optimizers for group in optimizer.param_groups]
+    optimizers = [*objects.optimizers, *optimizer_index.listed()]  # one of an earlier call may train this model, too
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     trained = {id(param) for group in groups for param in group["params"]}
     cast_weights(
         parts,

@@ -71,22 +71,23 @@ def _note_when_gone(optimizer: AmpOptimizer, ids: set[int]) -> None:
     stash.when_gone.atexit = False
 
 
-def follow_groups(unscaled: Set[int] = frozenset()) -> None:
+def follow_groups(of_new_models: Set[int] = frozenset()) -> None:
     """Follow the groups of all optimizers under amp where they have changed: a tensor may have gone to another.
 
     A tensor that comes to an optimizer, and that none held, may have a gradient: blocks give gradients to every tensor
     of a loss, and unscale the ones of their own optimizers. Where losses were scaled, such a gradient is dropped.
 
     Args:
-        unscaled: Ids of tensors that no block can have reached, in models that come under amp now.
+        of_new_models: Ids of tensors in models that come under amp now. No block can have reached them; and an optimizer
+            of an earlier call may hold them, which have masters now.
     """
     optimizers = optimizer_index.listed()
     known = {key for optimizer in optimizers for key in optimizer._amp_stash.leaves.ids()}
-    known.update(unscaled)
+    known.update(of_new_models)
     known.update(optimizer_index.gone)
     for optimizer in optimizers:
         stash = optimizer._amp_stash
-        if _is_up_to_date(optimizer, stash):
+        if _is_up_to_date(optimizer, stash) and stash.leaves.ids().isdisjoint(of_new_models):
             continue
         drop_cleared(stash.leaves.masters)  # one that leaves may come back, when a later block has given it another
         _take_in(optimizer)

@@ -81,6 +81,26 @@ def test_masters_of_another_models_half_weights_stay():
     amp.initialize(models, optimizer, opt_level="O0", verbosity=0)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_an_optimizer_of_two_models_that_come_by_two_calls(level):
+    """An encoder with the optimizer of both, then a decoder alone: as when one call gets all."""
+
+    def encoder_and_decoder():
+        torch.manual_seed(0)
+        models = [torch.nn.Linear(6, 6), torch.nn.Linear(6, 3)]
+        return models, torch.optim.SGD([p for model in models for p in model.parameters()], lr=1e-4, momentum=0.9)
+
+    together, of_both = encoder_and_decoder()
+    amp.initialize(together, of_both, opt_level=level, verbosity=0)
+    apart, optimizer = encoder_and_decoder()
+    amp.initialize(apart[0], optimizer, opt_level=level, verbosity=0)
+    amp.initialize(apart[1], opt_level=level, verbosity=0)
+    for models, each in ((together, of_both), (apart, optimizer)):
+        train(torch.nn.Sequential(*models), each, 3)
+    assert all(p.dtype == torch.float32 for p in amp.master_params(optimizer))
+    assert same(list(amp.master_params(optimizer)), list(amp.master_params(of_both)))
+
+
 def test_not_inside_a_block():
     model, optimizer = start("O1")
     with (
