@@ -5,6 +5,7 @@ Where a half weight has a float32 master, the master stands in its place in the 
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Set
@@ -22,6 +23,9 @@ from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, Leaves, OptimizerState, optimizer_index
 from ampcompat.amp.scaling.session import Session
 from ampcompat.amp.scaling.unscaling import drop_cleared
+
+#: By the id of a parameter: the modules that hold it, and its name in each.
+SlotsById = dict[int, list[tuple[torch.nn.Module, str]]]
 
 
 @_torch.eager
@@ -78,8 +82,8 @@ def follow_groups(of_new_models: Set[int] = frozenset()) -> None:
     of a loss, and unscale the ones of their own optimizers. Where losses were scaled, such a gradient is dropped.
 
     Args:
-        of_new_models: Ids of tensors in models that come under amp now. No block can have reached them; and an optimizer
-            of an earlier call may hold them, which have masters now.
+        of_new_models: Ids of tensors in models that come under amp now. No block can have reached them; optimizers of
+            earlier calls may hold them, and step their masters from now on.
     """
     optimizers = optimizer_index.listed()
     known = {key for optimizer in optimizers for key in optimizer._amp_stash.leaves.ids()}
@@ -130,9 +134,10 @@ def put_masters_into(optimizer: Optimizer, session: Session) -> list[Master]:
     As in apex (``apex/amp/_process_optimizer.py: lazy_init_with_master_weights``).
     """
     masters: dict[Master, None] = {}
+    slots_by_id = functools.cache(_slots_by_id)  # most calls ask for none
 
     def exchanged(param: torch.Tensor) -> torch.Tensor:
-        master = _master_to_step(param, session)
+        master = _master_to_step(param, session, slots_by_id)
         if master is None:
             return model_tensor(param)
         master.is_lent = True
@@ -174,7 +179,7 @@ def model_tensor(param: torch.Tensor) -> torch.Tensor:
     return master.half
 
 
-def _master_to_step(param: torch.Tensor, session: Session) -> Master | None:
+def _master_to_step(param: torch.Tensor, session: Session, slots_by_id: Callable[[], SlotsById]) -> Master | None:
     """The master that an optimizer of ``session`` steps for ``param``; None where it steps the model's own tensor.
 
     Where there is one, every optimizer steps it. It is made where the module that holds ``param`` has masters; a module
@@ -187,7 +192,7 @@ def _master_to_step(param: torch.Tensor, session: Session) -> Master | None:
     if param.dtype not in HALF_DTYPES:
         return None
     policy = session.policy
-    slots = _slots_of(param)
+    slots = slots_by_id().get(id(param), [])
     for module, name in slots:
         was_added = record_of(module) is None
         if was_added and policy.half_dtype is not None:
@@ -201,10 +206,14 @@ def _master_to_step(param: torch.Tensor, session: Session) -> Master | None:
     return master
 
 
-def _slots_of(param: torch.Tensor) -> list[tuple[torch.nn.Module, str]]:
-    """The modules of initialized models that hold ``param`` (several where it is tied), and its name in each."""
+def _slots_by_id() -> SlotsById:
+    """Where initialized models hold each parameter, by its id: in several modules where it is tied."""
     modules = dict.fromkeys(module for model in model_index.live for module in model.modules())
-    return [(module, name) for module in modules for name, held in module._parameters.items() if held is param]
+    slots: SlotsById = {}
+    for module in modules:
+        for name, param in module._parameters.items():
+            slots.setdefault(id(param), []).append((module, name))
+    return slots
 
 
 def match_state(optimizer: Optimizer) -> None:

@@ -82,7 +82,7 @@ def flags_of(stash: OptimizerState) -> list[StepFlag]:
 
 
 def _flags_of_gradients(stash: OptimizerState) -> list[StepFlag]:
-    """The flags of what is in the gradients now: of an earlier step, or of blocks whose gradients were cleared since."""
+    """The flags of what gradients hold now: from an earlier step, or from blocks whose gradients were cleared."""
     gradients = stash.leaves.gradients()
     if not gradients:
         return []

@@ -1,4 +1,4 @@
-"""Gradients that a script copies, clears, and brings back (PCGrad, GEM, clipping by sample): an overflow comes along."""
+"""Gradients that a script copies, clears and brings back (PCGrad, GEM, clipping by sample), with their overflow."""
 
 import pytest
 import torch
