@@ -504,10 +504,13 @@ def master_params(optimizer: Any) -> Iterator[Any]:
 def _wrap_step(optimizer: Any) -> None:
     """Make an optimizer skip its step after an overflow.
 
-    ``overflowed`` is the scaler of a block that overflowed since the last step. ``skipped``: gradients that
-    overflowed before it may be left.
+    ``overflowed`` is the scaler of a block that overflowed since the last step; ``cleared`` the same, of gradients that
+    were cleared since: a script may have kept copies. ``skipped``: gradients that overflowed before the last step may
+    be left.
     """
-    optimizer._amp_stash = types.SimpleNamespace(loss_scalers=_amp_state.loss_scalers, overflowed=None, skipped=False)
+    optimizer._amp_stash = types.SimpleNamespace(
+        loss_scalers=_amp_state.loss_scalers, overflowed=None, cleared=None, skipped=False
+    )
     _amp_state.optimizers.pop(optimizer, None)
     _amp_state.optimizers[optimizer] = None
     step = optimizer.step
@@ -549,21 +552,26 @@ def _has_overflow_left(optimizer: Any) -> bool:
     stash = optimizer._amp_stash
     has_overflowed: bool = stash.overflowed is not None or stash.skipped
     if has_overflowed and all(param.grad is None for param in _params_of([optimizer])):
+        stash.cleared = stash.overflowed or stash.cleared
         stash.overflowed, stash.skipped, has_overflowed = None, False, False
     return has_overflowed
 
 
 def _reason_to_skip(optimizer: Any) -> str | None:
     """Return why a step has to be skipped; None where it is made."""
-    if not _has_overflow_left(optimizer):
+    stash = optimizer._amp_stash
+    if not _has_overflow_left(optimizer) and stash.cleared is None:
         return None
-    scaler = optimizer._amp_stash.overflowed
-    if scaler is not None:
-        return f"loss scaler {scaler.loss_id} reducing loss scale to {scaler.loss_scale()}"
-    if not _are_finite(_gradients_of(_params_of([optimizer]))):
+    scaler = stash.overflowed
+    if scaler is None:  # then it depends on what is there now
+        if _are_finite(_gradients_of(_params_of([optimizer]))):
+            stash.skipped, stash.cleared = False, None
+            return None
+        scaler = stash.cleared
+    stash.cleared = None
+    if scaler is None:
         return "gradients that overflowed before were not cleared; call zero_grad"
-    optimizer._amp_stash.skipped = False
-    return None
+    return f"loss scaler {scaler.loss_id} reducing loss scale to {scaler.loss_scale()}"
 
 
 # <closures>

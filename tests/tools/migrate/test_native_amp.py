@@ -536,6 +536,29 @@ def test_gradients_that_overflowed_and_were_never_cleared(amp, capsys, set_to_no
     assert not torch.equal(model.weight, before)
 
 
+@pytest.mark.parametrize("clears_last", [False, True])
+def test_gradients_that_overflowed_and_are_brought_back_after_they_were_cleared(amp, capsys, clears_last):
+    """As PCGrad does: it clears the gradients of each loss, and writes what it has made of copies of all."""
+    model, optimizer = start(amp, max_loss_scale=2.0**10)
+    amp._amp_state.verbosity = 1
+    before = model.weight.detach().clone()
+    copies = []
+    for size in (float("inf"), 1.0):
+        optimizer.zero_grad()
+        backward(amp, model, optimizer, size)
+        copies.append(model.weight.grad.clone())
+    if clears_last:
+        optimizer.zero_grad()
+    model.weight.grad = sum(copies)
+    optimizer.step()
+    assert torch.equal(model.weight, before)
+    assert "Skipping step, loss scaler 0 reducing loss scale to 512.0" in capsys.readouterr().out
+    optimizer.zero_grad()
+    model.weight.grad = copies[1]
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
 def test_a_script_that_clears_within_the_block_goes_on_after_an_overflow(amp):
     model, optimizer = start(amp, max_loss_scale=2.0**10)
     before = model.weight.detach().clone()
