@@ -36,7 +36,7 @@ from ampcompat.amp.scaling.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.scaling.clearing import watch_modules
 from ampcompat.amp.scaling.groups import follow_groups, model_tensor
 from ampcompat.amp.scaling.optimizer import attach, detach
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, calls_shown, optimizer_index, scalers_shown
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, calls_in_use, optimizer_index, scalers_shown
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session, call_state
 from ampcompat.amp.session_casts import begin_casts, release_casts
@@ -335,8 +335,8 @@ def _take_over(session: Session, objects: _Objects) -> None:
     newcomers = _ids_that_come_under_amp(objects.models)
     held = set().union(*map(_ids_held_by, objects.optimizers))
     if not held <= newcomers:  # blocks of earlier calls may have given scaled gradients to what is not new
-        earlier = calls_shown() if call_state.latest is None else [call_state.latest, *calls_shown()]
-        session.has_scaled = any(call.has_scaled for call in earlier)
+        latest = call_state.latest
+        session.has_scaled = latest is not None and any(call.has_scaled for call in [latest, *calls_in_use()])
     if objects.changes:
         fsdp.apply(objects.changes)
     _cast_models(session, objects)

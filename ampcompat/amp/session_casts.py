@@ -47,7 +47,7 @@ def begin_casts_of_init(session: Session) -> None:
     for model in model_index.live:
         policy = model.__dict__["_amp_policy"]
         if not policy.casts.enabled:  # forwards at other levels cast functions too, into their own half dtype
-            session.casting.append(policy)
+            session.casting_policies.append(policy)
             policy.casts = policy.casts._replace(enabled=True)
     _come_into_force(session)
     set_ambient(session.device_types)
@@ -69,7 +69,7 @@ def _warn_of_no_autocast(session: Session, device_type: str) -> None:
 
 def end_casts(session: Session) -> None:
     """Take the casts of ``session`` back (``handle._deactivate()``)."""
-    for policy in session.casting:
+    for policy in session.casting_policies:
         policy.casts = policy.casts._replace(enabled=False)
     release_casts()
 

@@ -10,7 +10,7 @@ from ampcompat import _torch
 from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.half.masters import Master, align_written, master_of
 from ampcompat.amp.half.record import drop_masters, ensure_master, masters_by_name, note_half, own_tensors, record_of
-from ampcompat.amp.half.saving import hook, hook_added_modules, unhook
+from ampcompat.amp.half.saving import hook, hook_added_modules, remove_record
 
 _CASTABLE = (*HALF_DTYPES, torch.float32, torch.float64)
 
@@ -54,7 +54,7 @@ def cast_weights(
         dtypes_before = [tensor.dtype for _, tensor in own_tensors(module)]
         if target == torch.float32:
             _restore(module)
-            unhook(module)
+            remove_record(module)
         else:
             note_half(module, target, has_masters)
             hook(module)

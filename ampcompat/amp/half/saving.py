@@ -35,7 +35,7 @@ def hook(module: torch.nn.Module) -> None:
         )
 
 
-def unhook(module: torch.nn.Module) -> None:
+def remove_record(module: torch.nn.Module) -> None:
     """Remove the record of ``module``, whose tensors are float32 again, with its masters and hooks."""
     drop_masters(module)
     record: HalfWeights | None = module.__dict__.pop(ATTRIBUTE, None)

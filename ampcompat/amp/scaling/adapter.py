@@ -55,10 +55,10 @@ class Adapter:
     def combined_flag(self, flag: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Combine ``flag`` with those of all ranks that hold shards of ``tensors``; all of them must call it.
 
+        No host sync.
+
         Args:
             flag: Whether this rank has found an inf or NaN (0-dim float32); None where it has looked at nothing.
             tensors: Leaves or their gradients.
-
-        No host sync.
         """
         return flag

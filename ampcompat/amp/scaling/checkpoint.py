@@ -15,7 +15,7 @@ from typing import Any
 from ampcompat._log import say, warn_once
 from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.options import is_scale, number
-from ampcompat.amp.scaling.optimizer_state import calls_shown, optimizer_index
+from ampcompat.amp.scaling.optimizer_state import calls_in_use, optimizer_index
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import call_state
 
@@ -47,10 +47,10 @@ def state_dict(destination: Any = None) -> Any:
 
 def _scalers() -> list[LossScaler]:
     """The scalers of the calls that are shown."""
-    if optimizer_index.may_hold_dropped and any(call is not call_state.latest for call in calls_shown()):
+    if optimizer_index.may_hold_dropped and any(call is not call_state.latest for call in calls_in_use()):
         gc.collect()
         optimizer_index.may_hold_dropped = False
-    return [scaler for call in calls_shown() for scaler in call.scalers]
+    return [scaler for call in calls_in_use() for scaler in call.scalers]
 
 
 def load_state_dict(state_dict: Mapping[str, object]) -> None:
@@ -113,7 +113,7 @@ def _refuse_unknown_keys(state_dict: Mapping[str, object], names: list[str]) -> 
 def restore_after_initialize() -> None:
     """Restore the scalers of the latest call from what was loaded before it, if that has yet to reach one in use."""
     entries = call_state.loaded_scalers
-    call = calls_shown()[0]
+    call = calls_in_use()[0]
     if entries is None or call is not call_state.latest:
         return
     if optimizer_index.listed():
@@ -127,7 +127,7 @@ def _restore(entries: list[Entry], scalers: list[LossScaler]) -> None:
     The scalers of the latest call are those that a script misses if they are not restored. An earlier call may be
     another run: a notebook's cell that was run before, a model that is compared with the one that is resumed.
     """
-    of_latest_call = len(calls_shown()[0].scalers)
+    of_latest_call = len(calls_in_use()[0].scalers)
     fitting = min(len(entries), len(scalers))
     if fitting < max(len(entries), of_latest_call):
         there_are = len(scalers) if len(entries) > fitting else of_latest_call

@@ -41,7 +41,7 @@ class OpenBlock:
         saved: Unscaled gradients from before, of leaves without a master: they come back when it ends.
         brought: The leaves whose older gradients it has put back into ``p.grad``, scaled: they wait to be averaged.
         is_plain: Whether it leaves gradients to torch: the scale is always one, and there are no masters.
-        has_new_grads: Whether the backward pass gave any gradients; None before the end.
+        has_new_grads: Whether the backward pass gave any gradients; None before the end, and in a plain block.
         scripts_part: What it leaves to a script's own ``_post_amp_backward``, while it calls that.
     """
 

@@ -26,7 +26,7 @@ from ampcompat.amp.scaling.closures import step_with_closure
 from ampcompat.amp.scaling.groups import follow_changes, follow_groups, give_back_params, match_state
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.open_blocks import block_state, is_in_block, open_block_of
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, optimizer_index, under_amp
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, optimizer_index, optimizer_under_amp
 from ampcompat.amp.scaling.session import Session
 from ampcompat.amp.scaling.steps import make_or_skip_step, report_all
 from ampcompat.amp.scaling.unreduced import averages_by_script
@@ -46,7 +46,7 @@ def step(optimizer: AmpOptimizer, original: Callable[..., Any], *args: Any, **kw
     ``found_inf``, but for its first step with momentum.
     """
     stash: OptimizerState = optimizer._amp_stash
-    if stash.is_stepping:  # a script's own step, which amp's is around already, has called this one
+    if stash.in_replaced_step:  # a script's own step, which amp's is around already, has called this one
         return original(*args, **kwargs)
     follow_changes(optimizer)
     if block_state.open_blocks:
@@ -105,7 +105,7 @@ def step_was_skipped(optimizer: Any) -> bool:
     Args:
         optimizer: An optimizer, or a LARC around one; False for one that is not under amp.
     """
-    stash = getattr(under_amp(optimizer), "_amp_stash", None)
+    stash = getattr(optimizer_under_amp(optimizer), "_amp_stash", None)
     if stash is None:
         return False
     report_all(stash)
@@ -240,11 +240,11 @@ def _is_ours(method: Any) -> bool:
 
 def _run_replaced(stash: OptimizerState, replaced: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call the ``replaced`` step of a script; where that calls amp's, the optimizer's own runs."""
-    stash.is_stepping = True
+    stash.in_replaced_step = True
     try:
         return replaced(*args, **kwargs)
     finally:
-        stash.is_stepping = False
+        stash.in_replaced_step = False
 
 
 # -- methods beside these ----------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ class OptimizerState:
         device_skipped: Whether the latest of these whose outcome is known was skipped; None before the first.
         saved_by_script: Gradients that ``_prepare_amp_backward`` has saved outside of blocks.
         known_step: The optimizer's own ``step`` attribute, as last looked up.
-        is_stepping: Whether a script's replacement of ``step`` runs; amp's wrapper is around it.
+        in_replaced_step: Whether a script's replacement of ``step`` runs; amp's wrapper is around it.
         when_gone: Tells ``optimizer_index`` what it held when it is collected.
     """
 
@@ -159,7 +159,7 @@ class OptimizerState:
     device_skipped: bool | None = None
     saved_by_script: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     known_step: object = None
-    is_stepping: bool = False
+    in_replaced_step: bool = False
     when_gone: weakref.finalize[..., AmpOptimizer] | None = field(default=None, init=False)
 
     # -- overflows -----------------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ class OptimizerIndex(Part):
 optimizer_index = state.add(OptimizerIndex())
 
 
-def under_amp(optimizer: Any) -> Any:
+def optimizer_under_amp(optimizer: Any) -> Any:
     """The initialized optimizer in ``optimizer``, a LARC that was built around one; else ``optimizer`` itself.
 
     An object that forwards to an optimizer has the methods that amp has put on it: they are bound to the optimizer.
@@ -291,7 +291,7 @@ def under_amp(optimizer: Any) -> Any:
 
 
 # -- all calls of initialize -------------------------------------------------------------------------------------------
-def calls_shown() -> list[Session]:
+def calls_in_use() -> list[Session]:
     """The calls of ``initialize`` whose optimizers are alive, the later first; the latest call if there are none.
 
     ``amp._amp_state.loss_scalers`` are the first one's. A call without optimizers (for an averaged model) has
@@ -305,4 +305,4 @@ def calls_shown() -> list[Session]:
 
 def scalers_shown() -> list[LossScaler]:
     """What ``amp._amp_state.loss_scalers`` is after a call of ``initialize``."""
-    return calls_shown()[0].scalers
+    return calls_in_use()[0].scalers

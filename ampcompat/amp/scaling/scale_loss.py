@@ -16,7 +16,7 @@ from ampcompat import _torch
 from ampcompat._types import is_optimizer
 from ampcompat.amp.scaling.block import Block
 from ampcompat.amp.scaling.loss_scale import Transition
-from ampcompat.amp.scaling.optimizer_state import calls_shown, optimizer_index, under_amp
+from ampcompat.amp.scaling.optimizer_state import calls_in_use, optimizer_index, optimizer_under_amp
 from ampcompat.amp.scaling.scaler import check_scaler
 from ampcompat.amp.scaling.session import DISABLED, Session, call_state
 
@@ -54,10 +54,10 @@ def scale_loss(
         TypeError: ``loss`` is not a floating tensor, or an optimizer is not one.
         IndexError: ``loss_id`` is no index of ``num_losses`` scalers.
 
-    No host sync, except for misuse checks in the first 16 blocks, and where the loss is on the CPU and the model is
-    not: the scale is where its first loss was. At exit the *new* gradients are unscaled, by the
-    scale of the block's entry, and added to what had accumulated; overflow is noted and the scale moves; the step after
-    an overflow is skipped.
+    No host sync, except for misuse checks in the first blocks (16 for each loss), and where the loss is on the CPU and
+    the model is not: the scale is where its first loss was. At exit the *new* gradients are unscaled, by the scale of
+    the block's entry, and added to what had accumulated; overflow is noted and the scale moves; the step after an
+    overflow is skipped.
 
     When the block raises, gradients are as at its entry. Where the scale is always 1, and there are no masters, what
     the failed pass has added stays, as in plain torch.
@@ -111,10 +111,10 @@ def _optimizers_and_session(optimizers: Any) -> tuple[list[Any], Session]:
         )
     stash = getattr(optimizers, "_amp_stash", None)
     if stash is not None:  # fast path: one optimizer under amp
-        return [under_amp(optimizers)], stash.session
+        return [optimizer_under_amp(optimizers)], stash.session
     # apex took any iterable
     is_list = isinstance(optimizers, (list, tuple, ValuesView, Set, Iterator)) and not is_optimizer(optimizers)
-    given = [under_amp(each) for each in (optimizers if is_list else [optimizers])]
+    given = [optimizer_under_amp(each) for each in (optimizers if is_list else [optimizers])]
     unique = list({id(optimizer): optimizer for optimizer in given}.values())
     for optimizer in unique:
         if is_optimizer(optimizer) and "_amp_stash" in vars(optimizer):
@@ -124,7 +124,7 @@ def _optimizers_and_session(optimizers: Any) -> tuple[list[Any], Session]:
         _refuse_optimizer(optimizer, given if is_list else optimizers)
     if unique:
         return unique, unique[0]._amp_stash.session
-    return [], calls_shown()[0] if latest.enabled else latest
+    return [], calls_in_use()[0] if latest.enabled else latest
 
 
 def _refuse_optimizer(optimizer: Any, given: Any) -> NoReturn:

@@ -30,8 +30,8 @@ class Session:
             by a scale that is not always one. The call takes this over from earlier calls with the same models.
         enabled: False of ``initialize(enabled=False)``, which owns nothing.
         policy: How its models run.
-        casting: Its policy, and those of other calls in which ``amp.init`` has turned function casts on. They end with
-            its own.
+        casting_policies: Its policy, and those of other calls in which ``amp.init`` has turned function casts on. They
+            end with its own.
         device_types: Where its casts are in force.
     """
 
@@ -45,13 +45,13 @@ class Session:
     has_scaled: bool = False
     enabled: bool = field(init=False)
     policy: ModelPolicy = field(init=False)
-    casting: list[ModelPolicy] = field(init=False)
+    casting_policies: list[ModelPolicy] = field(init=False)
     device_types: set[str] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         self.enabled = bool(self.properties.options["enabled"])
         self.policy = self._make_policy()
-        self.casting = [self.policy]
+        self.casting_policies = [self.policy]
 
     def _make_policy(self) -> ModelPolicy:
         options = self.properties.options
@@ -69,13 +69,13 @@ class Session:
         )
 
 
-#: Owner of optimizers that were initialized with ``enabled=False``, when a later call is enabled.
+#: Stands for a call with ``enabled=False`` in blocks of optimizers that such a call was given, and in handles.
 DISABLED = Session(Properties())
 
 
 @dataclass(eq=False)
 class CallState(Part):
-    """Calls of ``initialize``; those whose optimizers are alive are found from these.
+    """The latest call of ``initialize``; earlier ones are found from their optimizers.
 
     Attributes:
         latest: The latest call.
