@@ -47,8 +47,7 @@ class AmpOptimizerState(OptimizerState):
         Writing it changes nothing. apex patched ``step`` to skip, and skipped none of those that a script had marked as
         patched.
         """
-        undecided = [overflow.flag for overflow in self.overflows_for_script.values() if not overflow.script_decides]
-        return any(flag.item() for flag in (*self.overflows.values(), *undecided))
+        return any(flag.item() for _, flag in self.skipping_flags())
 
     @already_patched.setter
     def already_patched(self, value: bool) -> None:

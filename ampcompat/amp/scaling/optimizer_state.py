@@ -183,8 +183,14 @@ class OptimizerState:
             self.note_overflow(earlier._replace(for_script=None))
             self.overflows_for_script[overflow.scaler] = overflow
 
+    def skipping_flags(self) -> list[tuple[LossScaler, torch.Tensor]]:
+        """The flags of blocks since the last step, any of which skips the next; each with the scaler of its loss."""
+        for_script = self.overflows_for_script.values()
+        undecided = [(overflow.scaler, overflow.flag) for overflow in for_script if not overflow.script_decides]
+        return [*self.overflows.items(), *undecided]
+
     def forget_overflows(self) -> None:
-        """Forget the overflows of gradients that a step has been told of."""
+        """Forget all overflows, those of cleared gradients too: a step has looked at them."""
         self.overflows = {}
         self.overflows_for_script = {}
         self.cleared_overflows = {}
@@ -193,11 +199,8 @@ class OptimizerState:
     def note_overflows_cleared(self) -> None:
         """Note that the gradients whose overflows are known were cleared: no step is skipped for these alone."""
         cleared = self.cleared_overflows
-        for scaler, flag in self.overflows.items():
+        for scaler, flag in self.skipping_flags():
             _add_flag(cleared, scaler, flag)
-        for scaler, overflow in self.overflows_for_script.items():
-            if not overflow.script_decides:
-                _add_flag(cleared, scaler, overflow.flag)
         self.forget_overflows()
         self.cleared_overflows = cleared
 
@@ -235,7 +238,7 @@ class OptimizerState:
 
 
 def _add_flag(flags: dict[LossScaler, torch.Tensor], scaler: LossScaler, flag: torch.Tensor) -> None:
-    """Make that of ``scaler`` in ``flags`` tell whether it or ``flag`` is set."""
+    """Combine ``flag`` with the one of ``scaler`` in ``flags``, which is set then if either is."""
     earlier = flags.get(scaler)
     flags[scaler] = flag if earlier is None else torch.maximum(earlier, flag)
 

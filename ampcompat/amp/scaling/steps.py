@@ -72,10 +72,7 @@ def make_ready(optimizer: AmpOptimizer, stash: OptimizerState) -> None:
 @_torch.eager
 def flags_of(stash: OptimizerState) -> list[StepFlag]:
     """The flags any of which skips the next step."""
-    flags: list[StepFlag] = [*stash.overflows.items()]
-    for overflow in stash.overflows_for_script.values():
-        if not overflow.script_decides:
-            flags.append((overflow.scaler, overflow.flag))
+    flags: list[StepFlag] = [*stash.skipping_flags()]
     if stash.checks_gradients or stash.cleared_overflows:
         flags += _flags_of_gradients(stash)
     return flags
