@@ -36,8 +36,8 @@ def step_with_closure(
     """Step with ``closure``, which runs with grad on and the casts of the caller, on weights that follow the masters.
 
     When the first gradients that the optimizer would use overflow, the step is skipped, and the first loss returned.
-    Later (an evaluation of LBFGS's search, that in the middle of SAM's step), it finds gradients of zero instead: it
-    stops where it is, or goes back to where it was.
+    Where later ones do (in LBFGS's search, or in the middle of SAM's step), the optimizer finds gradients of zero
+    instead: it stops where it is, or goes back to where it was.
     """
     stash: OptimizerState = optimizer._amp_stash
     evaluation = _Evaluation(optimizer, closure, outside)
@@ -72,7 +72,7 @@ class _Evaluation:
 
     Attributes:
         first_loss: What the first one has returned.
-        has_acted: Whether the optimizer has been let use gradients in this step: then it can be skipped no more.
+        has_acted: Whether the optimizer has been given gradients to use in this step, which can no longer be skipped.
     """
 
     def __init__(self, optimizer: AmpOptimizer, closure: Callable[[], Any], outside: Saved) -> None:

@@ -74,8 +74,8 @@ def _scaled(grad: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 def _rescale_kept(stash: OptimizerState, brought: Leaves, scale: torch.Tensor | None) -> None:
     """Bring gradients that a wrapper keeps to itself, still scaled, from the scale of their block to ``scale``.
 
-    Where the ratio is a power of two, as it is unless a script wrote one of both, this loses no bit of a gradient that
-    stays within the normal range of its dtype.
+    Where the ratio is a power of two, as it is unless a script wrote one of the two, this loses no bit of a gradient
+    that stays within the normal range of its dtype.
     """
     before = stash.unreduced
     if before is None or (before.scale is None and scale is None):

@@ -96,10 +96,10 @@ def unscale_new(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) 
 
 
 def _masterless_grads(params: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What is to be unscaled of the gradients of ``params``: numbers in dense tensors, of this rank."""
+    """The numbers of the gradients of ``params``, in dense tensors of this rank; sparse gradients are coalesced."""
     grads = [grad for param in params if (grad := param.grad) is not None]
     if any(map(_IS_SPARSE, grads)):
-        grads = _entries_of_each(params)
+        grads = _coalesce(params)
     if adapter_state.adapters:
         grads = list(map(_torch.local_part, grads))
     return grads
@@ -141,7 +141,7 @@ def _divided(grad: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 
 
 def add_saved(saved: dict[torch.Tensor, torch.Tensor]) -> None:
-    """Add the gradients that were ``saved`` to those that came since."""
+    """Add the gradients that were ``saved`` to those that came since, and empty ``saved``."""
     sums: list[torch.Tensor] = []
     addends: list[torch.Tensor] = []
     for param, old in saved.items():
@@ -164,8 +164,8 @@ def _share_overflow(adapter: Adapter, scaler: LossScaler, params: list[torch.Ten
         scaler.add_found_inf(flag)
 
 
-def _entries_of_each(params: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The numbers of the gradients of ``params``, some of them sparse, which hold each index once after that."""
+def _coalesce(params: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Make the sparse gradients of ``params`` hold each index once; return the numbers of all gradients."""
     entries = []
     for param in params:
         if param.grad is None:
