@@ -6,7 +6,7 @@ row it is in for one step, also where a run starts well. A batch that spoils the
 lost after it: its forwards are run again under the probe at once, before the step. Each lost step is a row; the verdict
 reads these rows at the end, of all ranks, and says what the steps were lost to.
 
-The way of a lost step: ``observer`` (an event of amp), ``backoff`` (whether it is normal), ``diagnosis``, ``search``
+The way of a lost step: ``observer`` (an event of amp), ``lost`` (whether it is normal), ``diagnosis``, ``search``
 (asks ``watch``, or runs the forward ``again``; both use ``probe``), ``ops`` and ``hints`` (or ``written``: what a step
 wrote), ``telling``, ``verdict``.
 """

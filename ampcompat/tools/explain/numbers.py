@@ -20,17 +20,10 @@ MASTERS = f"opt_level={_WITH_MASTERS!r}: its optimizer steps float32 masters"
 
 
 class Number(NamedTuple):
-    """A number of an optimizer that a dtype does not have.
+    """A number of an optimizer that a dtype does not have."""
 
-    Attributes:
-        group: The index of its param group.
-        name: As in "betas[1]".
-        dtype: The dtype.
-        fault: What is told of it.
-    """
-
-    group: int
-    name: str
+    group: int  # the index of its param group
+    name: str  # as in "betas[1]"
     dtype: torch.dtype
     fault: Fault
 
@@ -97,7 +90,8 @@ def _fault(
         hint = f"pass a smaller {name} to {optimizer}"
     text = f"{label}={value:g} is {becomes:g} in {dtype_name(dtype)}"
     what = f"{text}, the dtype of {count} of its parameters: {effect}"
-    return Fault(what, where, cause=text, key=text, number=value, hints=[hint, MASTERS])
+    head = f"{optimizer} has a number that the dtype of its parameters does not hold."
+    return Fault(what, where, cause=text, key=text, head=head, number=value, hints=[hint, MASTERS])
 
 
 def optimizer_name(optimizer: object) -> str:

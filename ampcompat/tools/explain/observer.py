@@ -26,18 +26,21 @@ from ampcompat.tools.core import (
     rank,
     was_skipped,
 )
-from ampcompat.tools.explain.backoff import (
+from ampcompat.tools.explain.diagnosis import Case, Diagnosis
+from ampcompat.tools.explain.lost import (
+    FALLING,
+    NORMAL,
     SKIPS_TO_A_WATCH,
+    LostStep,
     deny_fall,
     is_mostly_skipped,
     overflows_persist,
+    put_down,
     skipped_of,
 )
-from ampcompat.tools.explain.diagnosis import Case, Diagnosis
-from ampcompat.tools.explain.lost import FALLING, NORMAL, LostStep, put_down
 from ampcompat.tools.explain.messages import Message
 from ampcompat.tools.explain.misuse import warned
-from ampcompat.tools.explain.numbers import Number, not_representable, optimizer_name
+from ampcompat.tools.explain.numbers import not_representable, optimizer_name
 from ampcompat.tools.explain.ranks import Ranks
 from ampcompat.tools.explain.search import Search
 from ampcompat.tools.explain.steps import BlockScale, Steps
@@ -148,7 +151,7 @@ class OverflowExplainer:
             steps.lost = LostStep("gradients", back_off=NORMAL if steps.block is None else "")
         row = steps.lost
         if row is not None:
-            self.diagnosis.record(row, self.search.number, is_skipped)
+            self.diagnosis.record(row, is_skipped)
         steps.end(is_skipped)
         try:
             if not is_skipped:
@@ -208,27 +211,27 @@ class OverflowExplainer:
         were_finite = steps.weights.are_finite
         written, self.underflow = steps.after(optimizer)
         if is_first:
-            self._tell_of_numbers(optimizer, steps.seen, [] if written is None else written.numbers)
+            self._tell_of_numbers(optimizer, steps.seen, [] if written is None else written.covers)
         if written is not None:
             grads = _lost_gradients([optimizer])
             event = self.watch.origin(grads)  # what the script did to gradients between block and step
             was_seen = event is not None and steps.block is not None
             row = steps.lost = LostStep("gradients" if was_seen else "weights", was_watched=was_seen)
-            self.diagnosis.record(row, self.search.number, is_skipped=False)
+            self.diagnosis.record(row, is_skipped=False)
             if event is not None and steps.block is not None:
                 head = f"A gradient of step {steps.seen} is not finite."
                 self.diagnosis.blame(event, Case(head, steps.seen, "gradients", [steps], steps.block, grads))
             else:
-                self.diagnosis.tell_of_written(written, row, steps.seen)
+                self.diagnosis.tell_of_written(written, row)
         if were_finite and not steps.weights.are_finite and steps.lost is not None:
             self.diagnosis.spoiled.note(self.search.number, steps.lost.fault)
 
-    def _tell_of_numbers(self, optimizer: Optimizer, step: int, told: Sequence[Number]) -> None:
+    def _tell_of_numbers(self, optimizer: Optimizer, step: int, told: Sequence[str]) -> None:
         """Tell of those that the parameters' dtype does not hold: they may cost nothing, and are not counted."""
         for number in not_representable(optimizer):
-            if number not in told:
-                head = f"{optimizer_name(optimizer)} has a number that the dtype of its parameters does not hold."
-                number.fault.message(head, step).emit(self.telling.json)
+            if number.fault.key not in told:
+                number.fault.step = step
+                number.fault.message().emit(self.telling.json)
 
     # -- the optimizers of a block -----------------------------------------------------------------------------------
     def _steps_of(self, optimizer: Optimizer) -> Steps:
@@ -267,15 +270,15 @@ class OverflowExplainer:
             return []
         messages = []
         are_most_skipped = is_mostly_skipped(self.diagnosis.lost, self.search.steps)
-        if are_most_skipped and self.telling.untold and not self.telling.told:
-            latest = self.telling.untold[-1]
+        if are_most_skipped and self.telling.held and not self.telling.told:
+            latest = self.telling.held[-1]
             latest.is_told = True
-            messages.append(latest.fault.message(latest.head, latest.step))
+            messages.append(latest.message())
         own = Account(
             rank=rank(),
             steps=self.search.steps,
             lost=put_down(self.diagnosis.lost),
-            told={one.fault.key: one.fault.cause for one in self.telling.told},
+            told={fault.key: fault.cause for fault in self.telling.told},
             has_told_unknown=self.telling.has_told_unknown,
             weights_lost_at=self.diagnosis.spoiled.since,
             warned=warned(),

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ampcompat.tools.explain.backoff import is_ordinary
-from ampcompat.tools.explain.lost import LostStep
+from ampcompat.tools.explain.lost import LostStep, is_ordinary
 
 
 @dataclass
