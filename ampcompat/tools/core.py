@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -95,6 +96,12 @@ def numbers_of(scaler: LossScaler) -> Numbers:
     return _torch.HostCopy([scale, passes.to(scale.dtype)])
 
 
+def scale_and_passes(numbers: Numbers) -> tuple[float, float]:
+    """What :func:`numbers_of` returned, once it is on the host; waits for that."""
+    scale, passes = numbers if isinstance(numbers, tuple) else numbers.read()
+    return scale, passes
+
+
 def overflowed_scalers(optimizer: Optimizer) -> list[LossScaler]:
     """In ``on_step``: the scalers of the losses whose overflow skipped the step. A host sync for each flag."""
     flags = flags_of(optimizer._amp_stash)
@@ -178,6 +185,15 @@ def wrap_step(optimizer: Any, before: Callable[[Optimizer], bool]) -> None:
 
 
 # -- what runs now -----------------------------------------------------------------------------------------------------
+def world_size() -> int:
+    """How many processes train together, as far as this one knows."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size()
+    word = os.environ.get("WORLD_SIZE", "")
+    return int(word) if word.isdecimal() else 1
+
+
 def is_replica(model: torch.nn.Module) -> bool:
     """Whether ``model`` is a replica of DataParallel."""
     return hasattr(model, "_is_replica")

@@ -1,4 +1,4 @@
-"""From something that is not finite to what is told of it: search for its origin, and name the fault that this is.
+"""From something that is not finite to what is told of it: find its origin, and name the fault that this is.
 
 The gradients of a skip may be gone at a lower loss scale, which is normal: their explanation is held back.
 """
@@ -13,14 +13,15 @@ import torch
 from ampcompat.tools.core import Optimizer
 from ampcompat.tools.explain.event import Event
 from ampcompat.tools.explain.fault import Fault
+from ampcompat.tools.explain.forwards import Forwards
 from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.lost import LostStep, costs_more_than_back_off, falling, has_found
 from ampcompat.tools.explain.numbers import optimizer_name
 from ampcompat.tools.explain.ops import GRADIENTS, op_fault, setting_of
-from ampcompat.tools.explain.search import Search
 from ampcompat.tools.explain.spoiled import SpoiledWeights
 from ampcompat.tools.explain.steps import BlockScale, Steps
 from ampcompat.tools.explain.telling import Telling
+from ampcompat.tools.explain.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Case:
     """What is looked into: something of a step that is not finite."""
 
     head: str  # what was seen, as in "The loss of step 3 is nan."
-    number: int  # of the step
+    step: int  # its number, among those of its optimizer
     what: str  # is not finite: "loss" or "gradients"
     steps: Sequence[Steps]  # those of each optimizer that makes it
     block: BlockScale  # that lost it
@@ -50,38 +51,52 @@ class Diagnosis:
     """Find out what lost steps, and tell it.
 
     Args:
-        search: Looks for origins.
+        watch: Finds the origin in a step that was watched.
+        forwards: Finds it otherwise.
         telling: Tells.
         steps: The steps of each optimizer.
     """
 
-    def __init__(self, search: Search, telling: Telling, steps: Mapping[Optimizer, Steps]) -> None:
-        self.search = search
+    def __init__(self, watch: Watch, forwards: Forwards, telling: Telling, steps: Mapping[Optimizer, Steps]) -> None:
+        self.watch = watch
+        self.forwards = forwards
         self.telling = telling
         self.steps = steps
+        self.number = 1  # of the step that is on, or to come, among those of all optimizers
         self.lost: list[LostStep] = []  # in the whole run
         self.spoiled = SpoiledWeights()
         self._given = ""  # the key of an input that was not finite, until it is known what made it
 
     def record(self, row: LostStep, is_skipped: bool) -> None:
         """Note that the step that ends now was lost."""
-        row.number = self.search.number
+        row.number = self.number
         row.skipped = is_skipped
         self.lost.append(row)
 
     def look_into(self, case: Case) -> None:
         """Find what lost the step and tell it, or watch the next ones."""
-        if self.spoiled.since and (self.spoiled.by or not self.search.watch.is_on):
+        is_watched = self.watch.is_on
+        if self.spoiled.since and (self.spoiled.by or not is_watched):
             case.lose_to(self.spoiled.by)  # weights that are not finite lose every step
             return
-        found = self.search.look(case.tensors, case.what == "gradients", case.block)
+        if is_watched:
+            event, known = self.watch.find(case.tensors)
+        else:
+            event, known = self.forwards.find(case.what == "gradients", case.block)
+            if event is None:
+                known += self._watch_next()
         for row in case.rows:
-            row.was_watched = found.was_watched
-            row.was_looked_into = found.was_looked_into
-        if found.event is not None:
-            self.blame(found.event, case)
-        elif found.was_looked_into:
-            self._tell_of_unknown(case, found.known)
+            row.was_watched = is_watched
+            row.was_looked_into = event is not None or bool(known)
+        if event is not None:
+            self.blame(event, case)
+        elif known:
+            self._tell_of_unknown(case, known)
+
+    def _watch_next(self) -> str:
+        """Watch the next steps; says so."""
+        steps = self.watch.arm()
+        return f" The next steps, {steps} at most, are watched as they run." if steps else ""
 
     def blame(self, event: Event, case: Case) -> None:
         """Tell the fault that ``event`` is, or hold it back while the step may be a normal back-off."""
@@ -90,7 +105,7 @@ class Diagnosis:
             return
         origin = self.spoiled.origin(event, any(steps.made for steps in self.steps.values()))
         fault = op_fault(event, setting_of(case.block.scaler, case.block.scale, origin, self._growth()))
-        fault.head, fault.step = case.head, case.number
+        fault.head, fault.step = case.head, case.step
         self._join_too_large(fault)
         case.lose_to(fault.key)
         if event.depends_on_scale:  # so do the skips before, at higher scales
@@ -101,14 +116,14 @@ class Diagnosis:
             self.telling.hold(fault)
             return
         if event.op == "parameter":
-            self.spoiled.note(self.search.number, fault.key)
+            self.spoiled.note(self.number, fault.key)
             for optimizer, steps in self.steps.items():
                 steps.weights.look(optimizer)  # the next step is not to answer for what was written through `data`
         self._tell(fault)
-        if event.op in ("input", "buffer") and not self.search.watch.is_on:
+        if event.op in ("input", "buffer") and not self.watch.is_on:
             self._given = fault.key
-            self.search.watch.arm()  # it shows what makes such an input, or writes the buffer
-        elif self._given and self.search.watch.came_in(event):
+            self.watch.arm()  # it shows what makes such an input, or writes the buffer
+        elif self._given and self.watch.came_in(event):
             self.telling.found[self._given].cause = fault.cause  # that says more of it
 
     def _growth(self) -> Grown | None:
@@ -132,7 +147,7 @@ class Diagnosis:
     # -- telling -----------------------------------------------------------------------------------------------------
     def _tell(self, fault: Fault) -> None:
         """Tell of ``fault``; what was held back first, if it is likely to have made the weight grow."""
-        self.search.watch.disarm()
+        self.watch.disarm()
         if fault.growth is not None:
             for held in self.telling.held:
                 if costs_more_than_back_off(held.key, self.lost):
@@ -145,10 +160,10 @@ class Diagnosis:
             latest = self.telling.held[-1]
             case.lose_to(latest.key)
             latest.note = f"this is what step {latest.step} showed, which was watched"
-            latest.head, latest.step = case.head, case.number
+            latest.head, latest.step = case.head, case.step
             self.telling.tell(latest)
         elif not self.telling.is_told(GRADIENTS):  # otherwise every third is watched: another fault may have come
-            watched = self.search.watch_next()
+            watched = self._watch_next()
             for row in case.rows:
                 row.was_looked_into = bool(watched)
             self._tell_of_unknown(case, watched)
@@ -156,7 +171,7 @@ class Diagnosis:
     def _tell_of_unknown(self, case: Case, known: str) -> None:
         """Tell, once, that the cause was not found, where the step is known to be no normal back-off."""
         if case.is_fault and not has_found(self.lost, case.what):
-            self.telling.tell_unknown(f"{case.head}{known}", case.number)
+            self.telling.tell_unknown(f"{case.head}{known}", case.step)
 
     def tell_of_written(self, fault: Fault, row: LostStep) -> None:
         """Tell of weights that are not finite, and that a step has written."""

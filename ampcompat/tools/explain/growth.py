@@ -20,23 +20,14 @@ LARGE = 8.0
 
 @dataclass
 class Grown:
-    """Describe a weight that steps made many times larger.
+    """A weight that steps made many times larger."""
 
-    Attributes:
-        parameter: Qualified name, or "" where no live model has it.
-        before: Its largest magnitude some steps ago.
-        after: Its largest magnitude now.
-        times: How many times larger that is.
-        steps: How many steps were made in between.
-        lr: The highest learning rate of its group in these; None where that is not a number.
-    """
-
-    parameter: str
-    before: float
-    after: float
-    times: float
-    steps: int
-    lr: float | None
+    parameter: str  # qualified name, or "" where no live model has it
+    before: float  # its largest magnitude some steps ago
+    after: float  # and now
+    times: float  # how many times larger that is
+    steps: int  # that were made in between
+    lr: float | None  # the highest of its group in these; None where that is not a number
 
     @property
     def text(self) -> str:
@@ -62,16 +53,11 @@ class Grown:
 
 
 class History:
-    """The sizes of the weights of one optimizer, before and after each of its last steps.
-
-    Attributes:
-        seen: The largest magnitudes, by the weights' ids.
-        rates: The learning rates of each step, by param group; None for one that is not a number.
-    """
+    """The sizes of the weights of one optimizer, before and after each of its last steps."""
 
     def __init__(self) -> None:
-        self.seen: deque[dict[int, float]] = deque(maxlen=STEPS + 1)
-        self.rates: deque[list[float | None]] = deque(maxlen=STEPS)
+        self.seen: deque[dict[int, float]] = deque(maxlen=STEPS + 1)  # the largest magnitudes, by the weights' ids
+        self.rates: deque[list[float | None]] = deque(maxlen=STEPS)  # of each step, by param group
 
     def begin(self, sizes: dict[int, float]) -> None:
         """Forget what was seen: something other than a step has written the weights."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from ampcompat.tools.core import LossScaler, Optimizer, numbers_of
+from ampcompat.tools.core import LossScaler, Optimizer, numbers_of, scale_and_passes
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.lost import WINDOW, LostStep, end_fall
 from ampcompat.tools.explain.underflow import Underflow, underflow
@@ -23,8 +23,8 @@ class BlockScale:
     @property
     def scale(self) -> float:
         """The loss scale that it began with."""
-        numbers = self._numbers
-        return (numbers if isinstance(numbers, tuple) else numbers.read())[0]
+        scale, _ = scale_and_passes(self._numbers)
+        return scale
 
 
 class Steps:

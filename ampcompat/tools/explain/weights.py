@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from ampcompat import _torch
 from ampcompat.tools.core import Optimizer, latest_call, master_of
 from ampcompat.tools.explain.growth import History
-from ampcompat.tools.tensors import largest_on_device, readable
+from ampcompat.tools.tensors import is_finite, largest_on_device, readable
 
 
 class Weights:
@@ -119,6 +119,19 @@ def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """The dense gradients that ``optimizer`` has stepped with, unscaled."""
     grads = [param.grad for _, param in params_of(optimizer)]
     return [grad.detach() for grad in grads if grad is not None and not grad.is_sparse and grad.numel()]
+
+
+def lost_gradients(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    """The gradients that are not finite; those of half weights, where these have any, before those of their masters."""
+    found = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                master = master_of(param)
+                halves = [] if master is None else [master.half]
+                grads = [one.grad for one in (*halves, param) if one.grad is not None]
+                found += [grad for grad in grads if not is_finite(grad)]
+    return found
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

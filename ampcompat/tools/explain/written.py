@@ -31,7 +31,7 @@ class Reason:
     hints: list[str] = field(default_factory=list)  # what to do, the likeliest first
     slower: str = ""  # and last, to make smaller steps; not told where a weight grew, which says more
     at_any_rate: bool = True  # a lower learning rate would not help
-    number: str = ""  # the key of what is told of a number that its dtype does not hold, if it is that
+    number: str = ""  # the key of the fault that is told of a number, if it is that
 
 
 class _Lost(NamedTuple):
@@ -120,7 +120,7 @@ def _of_weight(optimizer: Optimizer, group: int, param: torch.Tensor) -> list[Re
             sure.append(_of_other_state(name, tensor, param))
     for number in not_representable(optimizer):
         if (number.group, number.dtype, number.name) == (group, param.dtype, "eps"):
-            sure.append(Reason(f"{number.fault.cause}{zeros}", number.fault.hints, number=number.fault.key))
+            sure.append(Reason(f"{number.text}{zeros}", number.fault.hints, number=number.text))
     return sure or [_likeliest(optimizer, group, param, zeros)]
 
 

@@ -117,6 +117,20 @@ def number_of_zero(cure):
     train(Layers(), "O1", lambda m: (m(X).float() / (1 - 0.9**count)).mean())
 
 
+def variance_below_zero(cure):
+    """The mean of squares less the square of the mean, in half."""
+
+    def loss(model):
+        y = model(X) + 100
+        mean = y.mean(-1, keepdim=True)
+        variance = (y * y).mean(-1, keepdim=True) - mean * mean - 1e-2
+        if cure is not None:
+            variance = variance.clamp_min(float(cure[1]))
+        return ((y - mean) * torch.rsqrt(variance)).float().pow(2).mean() * 1e-3
+
+    train(Layers(), "O2", loss)
+
+
 def count_of_zero(cure):
     """The weight of a class that is not there is its inverse frequency."""
 
@@ -277,6 +291,7 @@ CURES = {
     empty_selection: r"smooth_l1_loss of nothing is NaN: .* or sum and divide by max\(count, 1\)",
     end_of_range: r"\.clamp\((\S+), (\S+)\) on what goes into it",
     number_of_zero: r"a division by the number 0: .* such as a count that nothing has counted",
+    variance_below_zero: r"the root of a negative number: \.clamp_min\((\S+)\) on what goes into it",
     count_of_zero: r"\.clamp_min\(\) on the denominator with what it is at least, as (\d) for a count",
     layers_that_grow: r"keep_fp32=\['(blocks\.\*)'\]",
     vae_beyond_float32: r"\.clamp\(max=(\d+)\) on what goes into it",

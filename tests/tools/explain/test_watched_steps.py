@@ -230,7 +230,7 @@ def test_steps_are_watched_in_bounds(monkeypatch):
     """What no op shows is not looked for without an end; steps are counted all the same."""
     monkeypatch.setattr("ampcompat.tools.explain.watch.STEPS", 2)
     monkeypatch.setattr("ampcompat.tools.explain.watch.MOST_STEPS", 3)
-    monkeypatch.setattr("ampcompat.tools.explain.search.MOST_RUN_AGAIN", 3)
+    monkeypatch.setattr("ampcompat.tools.explain.forwards.MOST_RUN_AGAIN", 3)
     model, optimizer = started(nn.Linear(8, 8))
     for _ in range(30):
         optimizer.zero_grad()
