@@ -168,8 +168,10 @@ def _copy_of_held(value: Any) -> Any:
     """A copy of a tensor, or of a container and what is in it; anything else is handed over itself."""
     if isinstance(value, torch.Tensor):
         return value if value.requires_grad else value.clone()
-    if type(value) in (list, set, deque):
-        return type(value)(map(_copy_of_held, value))
+    if type(value) in (set, deque):
+        return copy.copy(value)
+    if type(value) is list:
+        return list(map(_copy_of_held, value))
     if type(value) in (dict, OrderedDict):
         return type(value)((key, _copy_of_held(one)) for key, one in value.items())
     return value

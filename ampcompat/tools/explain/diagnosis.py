@@ -31,14 +31,14 @@ class Case:
     head: str  # what was seen, as in "The loss of step 3 is nan."
     step: int  # its number, among those of its optimizer
     what: str  # is not finite: "loss" or "gradients"
-    steps: Sequence[Steps]  # those of each optimizer that makes it
+    steps: Sequence[Steps]  # of each optimizer that makes the step
     block: BlockScale  # that lost it
     tensors: list[torch.Tensor]  # the loss, or the gradients that are not finite
     is_fault: bool = True  # known to be no ordinary back-off of the loss scale
 
     @property
     def rows(self) -> list[LostStep]:
-        """The step, as that of each of its optimizers."""
+        """Its rows, one for each optimizer."""
         return [steps.lost for steps in self.steps if steps.lost is not None]
 
     def lose_to(self, key: str) -> None:
@@ -118,7 +118,7 @@ class Diagnosis:
         if event.op == "parameter":
             self.spoiled.note(self.number, fault.key)
             for optimizer, steps in self.steps.items():
-                steps.weights.look(optimizer)  # the next step is not to answer for what was written through `data`
+                steps.weights.look(optimizer)  # so that the next step is not blamed for what `data` has written
         self._tell(fault)
         if event.op in ("input", "buffer") and not self.watch.is_on:
             self._given = fault.key

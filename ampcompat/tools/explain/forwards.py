@@ -19,7 +19,7 @@ MOST_RUN_AGAIN = 100
 
 
 class Forwards:
-    """The outermost forwards since the last step."""
+    """The forwards of initialized models since the last step."""
 
     def __init__(self) -> None:
         self.kept: deque[Forward] = deque(maxlen=MOST_FORWARDS)  # the latest last
@@ -27,13 +27,9 @@ class Forwards:
         self._running: list[Forward | None] = []  # that have begun; None for those that are not kept
 
     def begin(self, model: torch.nn.Module, args: Args, kwargs: Kwargs, is_watched: bool) -> None:
-        """Keep references to what the outermost forward gets."""
-        is_outermost = not any(self._running)
-        is_kept = is_outermost and torch.is_grad_enabled() and not is_replica(model)
-        if is_kept and not is_watched and self._left_to_run_again > 0:
-            self._running.append(Forward(model, args, kwargs))
-        else:
-            self._running.append(None)
+        """Keep references to what a forward gets, if it may have to be run again."""
+        is_kept = torch.is_grad_enabled() and not is_replica(model) and not is_watched and self._left_to_run_again > 0
+        self._running.append(Forward(model, args, kwargs) if is_kept else None)
 
     def end(self, output: object) -> None:
         """Note what it has returned."""
@@ -43,7 +39,7 @@ class Forwards:
             self.kept.append(forward)
 
     def leave(self) -> None:
-        """Note that no forward runs."""
+        """Note that no forward runs: an exception has left it."""
         self._running.clear()
 
     def after_step(self) -> None:
@@ -56,8 +52,6 @@ class Forwards:
     def find(self, of_backward: bool, block: BlockScale) -> tuple[Event | None, str]:
         """Find the origin of a loss, or of gradients, that is not finite, by running forwards again.
 
-        For a loss, those come first that no backward has followed.
-
         Args:
             of_backward: Whether it is of gradients.
             block: The block that they are of.
@@ -68,12 +62,10 @@ class Forwards:
         if self._left_to_run_again <= 0:
             return None, ""
         self._left_to_run_again -= 1
-        followed = [forward for forward in self.kept if forward.has_grads]
-        others = [] if of_backward else [forward for forward in self.kept if not forward.has_grads]
         findings = []
         try:
-            for forward in (*others, *followed):
-                if not forward.is_as_it_was:
+            for forward in self.kept:
+                if not forward.is_as_it_was or (of_backward and not forward.has_grads):
                     continue
                 finding = run_again(forward, of_backward)
                 if finding.event is not None:

@@ -34,14 +34,16 @@ class Grown:
         """As in "conv2.weight grew from 0.21 to 350 in 3 steps, at lr=50"."""
         name = self.parameter or "a weight"
         steps = f"{self.steps} step{'s' if self.steps > 1 else ''}"
-        rate = "" if self.lr is None else f", at lr={self.lr:g}"
-        return f"{name} grew from {self.before:.3g} to {self.after:.3g} in {steps}{rate}"
+        return f"{name} grew from {self.before:.3g} to {self.after:.3g} in {steps}{self._at_lr}"
 
     @property
     def cause(self) -> str:
         """As in "the growth of conv2.weight, at lr=50"."""
-        rate = "" if self.lr is None else f", at lr={self.lr:g}"
-        return f"the growth of {self.parameter or 'a weight'}{rate}"
+        return f"the growth of {self.parameter or 'a weight'}{self._at_lr}"
+
+    @property
+    def _at_lr(self) -> str:
+        return "" if self.lr is None else f", at lr={self.lr:g}"
 
     @property
     def hint(self) -> str:

@@ -23,12 +23,12 @@ import bisect
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-#: What a skipped step has to do with the way of the loss scale down: the scale is on it, or has come to its end.
+#: What a skipped step is, while the loss scale comes down, and once a step was made after it.
 FALLING, NORMAL = "falling", "normal"
 #: The last steps that are looked at, and how many of them a back-off may skip. A scale that begins at 65536 is below 1
 #: after 17 skips.
 WINDOW, MOST_SKIPS = 20, 10
-#: Of steps that are skipped in a row, after every so-manieth one is watched.
+#: After so many steps that were skipped in a row, one is watched.
 SKIPS_TO_A_WATCH = 3
 #: How far a step of a known cause may be from one that it explains.
 NEAR = 50
@@ -42,7 +42,7 @@ class LostStep:
     fault: str = ""  # the key of the fault that it was lost to; "" where that is not known
     was_watched: bool = False  # as it ran
     was_looked_into: bool = True  # otherwise nothing was left to look with
-    back_off: str = ""  # FALLING or NORMAL; "" for a step that is no back-off
+    back_off: str = ""  # FALLING or NORMAL; "" where it is no back-off, or not known to be one
     number: int = 0  # among the steps of all optimizers, from 1
     skipped: bool = False
     scale: str = ""  # what became of the loss scale, as in "came down to 128"; "" where nothing did

@@ -73,9 +73,9 @@ class OverflowExplainer:
         self.ranks = Ranks()
         self.steps: weakref.WeakKeyDictionary[Optimizer, Steps] = weakref.WeakKeyDictionary()
         self.diagnosis = Diagnosis(self.watch, self.forwards, self.telling, self.steps)
-        self.blocks = 0  # that were begun
+        self.blocks_begun = 0
         self.underflow: Underflow | None = None  # of the latest step, if its gradients were too small
-        self.block: BlockScale | None = None  # the one that is open
+        self.open_block: BlockScale | None = None
 
     # -- events ------------------------------------------------------------------------------------------------------
     @_unseen
@@ -85,7 +85,7 @@ class OverflowExplainer:
 
     @_unseen
     def on_forward(self, model: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
-        """Keep references to what the outermost forward gets."""
+        """Keep references to what it gets."""
         self.watch.given_to(model, args, kwargs)
         self.forwards.begin(model, args, kwargs, self.watch.is_on)
 
@@ -99,21 +99,20 @@ class OverflowExplainer:
 
         Another at the first block of an optimizer, and where something other than a step has written its weights.
         """
-        self.forwards.leave()
-        self.blocks += 1
-        self.block = BlockScale(scaler)
+        self.blocks_begun += 1
+        block = self.open_block = BlockScale(scaler)
         is_lost = not is_finite(loss)
         for one in optimizers:
-            self._steps_of(one).begin_block(one, self.block)
+            self._steps_of(one).begin_block(one, block)
         if all(steps.weights.are_finite for steps in self.steps.values()):
             self.diagnosis.spoiled.forget()
         if is_lost and not self._is_lost(optimizers):
-            self._look_into_block(f"The loss of {{}} is {_number_in(loss)}.", "loss", optimizers, self.block, [loss])
+            self._look_into_block(f"The loss of {{}} is {_number_in(loss)}.", "loss", optimizers, block, [loss])
 
     @_unseen
     def on_gradients(self, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
         """Look at the gradients too at static scales: one host sync a block."""
-        block, self.block = self.block, None
+        block, self.open_block = self.open_block, None
         if not optimizers:
             self.watch.after_step(None)  # such a block is for the gradient of an input: no step follows
         if block is None or scaler.dynamic or self._is_lost(optimizers):
@@ -130,7 +129,7 @@ class OverflowExplainer:
 
     @_unseen
     def before_step(self, optimizer: Optimizer) -> None:
-        """Look at weights that the script has written since the block: the step is not to answer for them."""
+        """Look at weights that the script has written since the block, so that the step is not blamed for them."""
         self._steps_of(optimizer).weights.look_at_written(optimizer)
 
     @_unseen
@@ -264,10 +263,10 @@ class OverflowExplainer:
     def last_words(self) -> list[Message]:
         """What is to be told when the run ends: the verdict, and before it what was held back without need."""
         steps = self.diagnosis.number - 1
-        if steps == 0 and not self.blocks:
+        if steps == 0 and not self.blocks_begun:
             return []
         if steps == 0:
-            blocks = f"{self.blocks} scale_loss block{'s were' if self.blocks > 1 else ' was'}"
+            blocks = f"{self.blocks_begun} scale_loss block{'s were' if self.blocks_begun > 1 else ' was'}"
             return [Message("verdict", f"no step was made: {blocks} followed by no optimizer.step().")]
         messages = []
         are_most_skipped = is_mostly_skipped(self.diagnosis.lost, steps)

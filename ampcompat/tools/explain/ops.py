@@ -94,7 +94,7 @@ def _key(event: Event) -> str:
         return GRADIENTS
     place = event.place
     if is_module_of_torch(place):
-        place = place._replace(line=None)  # that which has called the model
+        place = place._replace(line=None)  # it is the line that has called the model
     return str((event.op, place, event.backward))
 
 

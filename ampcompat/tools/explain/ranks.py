@@ -35,7 +35,7 @@ class Ranks:
         return self._rank == 0
 
     def look(self) -> None:
-        """Keep the store of the process group, if there is a group by now."""
+        """Keep the store of the process group, if there is a group."""
         distributed = torch.distributed
         if self._store is None and distributed.is_available() and distributed.is_initialized():
             self.count = world_size()

@@ -72,7 +72,7 @@ class Steps:
         return self.seen - self.made
 
     def has_been_made_at(self, scaler: LossScaler) -> bool:
-        """Whether a step was made at a loss scale as high as that of the last block of ``scaler``."""
+        """Whether a step was made at the loss scale of the last block of ``scaler``, or at a higher one."""
         block = self.last_blocks.get(scaler)
         return block is not None and block.scale <= self._made_at.get(scaler, 0.0)
 

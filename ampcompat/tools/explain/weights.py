@@ -27,7 +27,7 @@ class Weights:
         self.history.begin(sizes)
 
     def look_at_written(self, optimizer: Optimizer) -> None:
-        """Look, if something other than a step has written weights: the step to come answers for its own writing."""
+        """Look, if something other than a step has written weights, which the step to come is not blamed for."""
         if self._versions != _versions(optimizer):
             self.look(optimizer)
 

@@ -112,14 +112,14 @@ def _of_weight(optimizer: Optimizer, group: int, param: torch.Tensor) -> list[Re
     """Why a step may have written the weight as it is: what is sure to lose it, otherwise what is likeliest."""
     zeros = _zeros(optimizer, param)
     sure = []
-    if param.grad is not None and not param.grad.is_sparse and not is_finite(param.grad):
+    if param.grad is not None and not is_finite(param.grad):
         hint = "look at what writes gradients outside scale_loss, such as clipping by a norm of 0 or inf"
         sure.append(Reason("its gradient was not finite", [hint]))
     for name, tensor in state_of(optimizer, param):
         if not is_finite(tensor):
             sure.append(_of_other_state(name, tensor, param))
     for number in not_representable(optimizer):
-        if (number.group, number.dtype, number.name) == (group, param.dtype, "eps"):
+        if number.name == "eps" and (number.group, number.dtype) == (group, param.dtype):
             sure.append(Reason(f"{number.text}{zeros}", number.fault.hints, number=number.text))
     return sure or [_likeliest(optimizer, group, param, zeros)]
 
