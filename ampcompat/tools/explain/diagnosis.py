@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ampcompat.tools.core import Optimizer
+from ampcompat.tools.core import LossScaler, Optimizer
 from ampcompat.tools.explain.event import Event
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.forwards import Forwards
@@ -84,7 +84,7 @@ class Diagnosis:
         else:
             event, known = self.forwards.find(case.what == "gradients", case.block)
             if event is None:
-                known += self._watch_next()
+                known += self._watch_next(case.block.scaler)
         for row in case.rows:
             row.was_watched = is_watched
             row.was_looked_into = event is not None or bool(known)
@@ -93,10 +93,15 @@ class Diagnosis:
         elif known:
             self._tell_of_unknown(case, known)
 
-    def _watch_next(self) -> str:
+    def _watch_next(self, scaler: LossScaler) -> str:
         """Watch the next steps; says so."""
         steps = self.watch.arm()
-        return f" The next steps, {steps} at most, are watched as they run." if steps else ""
+        if not steps:
+            return ""
+        watched = f" The next steps, {steps} at most, are watched as they run."
+        if scaler.dynamic:
+            return watched
+        return f"{watched} They show nothing if this one spoils the weights: pass loss_scale='dynamic', which skips it."
 
     def blame(self, event: Event, case: Case) -> None:
         """Tell the fault that ``event`` is, or hold it back while the step may be a normal back-off."""
@@ -163,7 +168,7 @@ class Diagnosis:
             latest.head, latest.step = case.head, case.step
             self.telling.tell(latest)
         elif not self.telling.is_told(GRADIENTS):  # otherwise every third is watched: another fault may have come
-            watched = self._watch_next()
+            watched = self._watch_next(case.block.scaler)
             for row in case.rows:
                 row.was_looked_into = bool(watched)
             self._tell_of_unknown(case, watched)

@@ -57,6 +57,7 @@ class Event:
     node: str = ""  # in backward, of the autograd graph
     given: str = ""  # for ARGUMENT: which tensor it is, in words
     argument: str = ""  # and the name of that argument
+    has_minus_inf: bool = False  # for what came from outside
     rows: str = ""  # for what came from outside: which are not finite, as in ", in row 3"
 
     @property

@@ -76,10 +76,19 @@ def _of_given(event: Event, setting: Setting) -> list[str]:
         return [larger, *_keep_fp32(setting, module), *_bfloat16(setting)]
     if event.op == "parameter":
         return [setting.origin]
+    if event.op == "buffer" and event.dtype in HALF_DTYPES and not event.is_nan:
+        return _of_half_buffer(event, setting)
     is_half_input = event.op == "input" and event.dtype in HALF_DTYPES
     if is_half_input and setting.casts_functions and not event.is_nan:
         return [_do_not_cast(event, setting), _SMALLER_INPUTS]
     return [_OF_GIVEN[event.op]]
+
+
+def _of_half_buffer(event: Event, setting: Setting) -> list[str]:
+    """For a buffer with inf: the fill of a mask that the cast lost, or a sum that has left the range since."""
+    if event.has_minus_inf:
+        return [f"write -1e4 in place of its least number: amp.initialize cast it to {dtype_name(event.dtype)}, as -inf"]
+    return [*_keep_fp32(setting, (event.place.module or "").rpartition(".")[0]), "a mean in place of a sum"]
 
 
 def _of_result(event: Event, setting: Setting) -> list[str]:
@@ -334,6 +343,11 @@ _UNDEFINED = (
         is_sure=True,
     ),
     _Cure(
+        lambda event: event.op == "pow" and event.is_nan,
+        "a root of a negative number is NaN: .clamp_min({eps}) on what goes into it (torch.where lets its gradient"
+        " through)",
+    ),
+    _Cure(
         lambda event: _is_root(event) or (event.backward and "norm" in event.place.function),
         "the gradient of {function} at 0 is not finite: add an eps inside, as in (... + 1e-6).sqrt()",
     ),
@@ -366,6 +380,11 @@ _UNDEFINED = (
         "the root of a negative number: .clamp_min({eps}) on what goes into it",
     ),
     _Cure(
+        lambda event: event.op in _DIVISIONS and any(made.op == "sqrt" for made in _chains(event)),
+        "a division by zero{zeros}: add an eps under the root, as in / (... + {eps}).sqrt(), whose gradient is not"
+        " finite at 0 either",
+    ),
+    _Cure(
         lambda event: event.op in _DIVISIONS,
         "a division by zero{zeros}: add an eps to the denominator, as in / (... + {eps})",
     ),
@@ -377,6 +396,11 @@ _UNDEFINED = (
         lambda event: event.op in ("exp", "expm1", "sinh", "cosh"),
         "{op} of more than 88 is beyond float32 too: .clamp(max=20) on what goes into it; for a softmax, subtract the"
         " maximum",
+    ),
+    _Cure(
+        lambda event: "batch_norm" in event.op and event.is_nan and not event.backward,
+        "running_var of this module is below 0: look at what loads or writes it, such as a damaged checkpoint",
+        is_sure=True,
     ),
     _Cure(
         lambda event: "softmax" in event.op,

@@ -82,7 +82,9 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if origin is None:
                     master = master_of(tensor)
                     value = largest(tensor if master is None else master.value)
-                    self._born(tensor, op, Place(name, "", "", None, kind), value, rows=_rows(tensor))
+                    place = Place(name, "", "", None, kind)
+                    has_minus_inf = bool((tensor == -torch.inf).any())
+                    self._born(tensor, op, place, value, rows=_rows(tensor), has_minus_inf=has_minus_inf)
                 elif op == "input":
                     self.came_in.append(origin)
 
