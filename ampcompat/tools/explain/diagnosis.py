@@ -65,6 +65,7 @@ class Diagnosis:
         self.number = 1  # of the step that is on, or to come, among those of all optimizers
         self.lost: list[LostStep] = []  # in the whole run
         self.spoiled = SpoiledWeights()
+        self.last_loss: torch.Tensor | None = None  # that was finite
         self._given = ""  # the key of an input that was not finite, until it is known what made it
 
     def record(self, row: LostStep, is_skipped: bool) -> None:
@@ -134,7 +135,10 @@ class Diagnosis:
     def _growth(self) -> Grown | None:
         """The weight that the last steps of an optimizer made many times larger, if any."""
         found = [steps.weights.history.growth(optimizer) for optimizer, steps in self.steps.items()]
-        return max((one for one in found if one is not None), key=lambda one: one.times, default=None)
+        most = max((one for one in found if one is not None), key=lambda one: one.times, default=None)
+        if most is not None and self.last_loss is not None:
+            most.loss = float(self.last_loss.mean())
+        return most
 
     def _join_too_large(self, fault: Fault) -> None:
         """Make a weight that grew, after gradients were told to be too large at any scale, the same fault as these."""

@@ -16,6 +16,8 @@ STEPS, FAR = 10, 20.0
 #: Below it a weight has a usual size, however small it was before. Two layers multiply four numbers: their weights, and
 #: what goes into each. Where all are as large, a sum over 16 inputs leaves float16: 16 * 8 ** 4 is 65536.
 LARGE = 8.0
+#: Losses that are means of likelihoods or similarities end above it.
+LEAST_LOSS = -10.0
 
 
 @dataclass
@@ -28,6 +30,7 @@ class Grown:
     times: float  # how many times larger that is
     steps: int  # that were made in between
     lr: float | None  # the highest of its group in these; None where that is not a number
+    loss: float = 0.0  # the last that was finite
 
     @property
     def text(self) -> str:
@@ -39,7 +42,13 @@ class Grown:
     @property
     def cause(self) -> str:
         """As in "the growth of conv2.weight, at lr=50"."""
-        return f"the growth of {self.parameter or 'a weight'}{self._at_lr}"
+        falls = f", as the loss falls to {self.loss:g}" if self.has_no_least_loss else ""
+        return f"the growth of {self.parameter or 'a weight'}{self._at_lr}{falls}"
+
+    @property
+    def has_no_least_loss(self) -> bool:
+        """Whether the weights grow since a loss far below 0 wants them larger, at any learning rate."""
+        return self.loss < LEAST_LOSS
 
     @property
     def _at_lr(self) -> str:
@@ -48,6 +57,11 @@ class Grown:
     @property
     def hint(self) -> str:
         """What stops it."""
+        if self.has_no_least_loss:
+            return (
+                f"a loss that has a least value: this one fell to {self.loss:g}, as with targets outside of [0, 1], or a"
+                " sign that is wrong"
+            )
         if self.lr is not None and self.lr < 0:
             return "a learning rate that is not negative: look at what sets it, such as a scheduler past its end"
         than = "" if self.lr is None else f" than {self.lr:g}"

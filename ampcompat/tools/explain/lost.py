@@ -46,6 +46,7 @@ class LostStep:
     number: int = 0  # among the steps of all optimizers, from 1
     skipped: bool = False
     scale: str = ""  # what became of the loss scale, as in "came down to 128"; "" where nothing did
+    of_loss: str = ""  # which scale that is, where there are several, as in "of loss 1 "
 
     @property
     def is_unknown(self) -> bool:

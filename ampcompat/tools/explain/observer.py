@@ -106,7 +106,9 @@ class OverflowExplainer:
             self._steps_of(one).begin_block(one, block)
         if all(steps.weights.are_finite for steps in self.steps.values()):
             self.diagnosis.spoiled.forget()
-        if is_lost and not self._is_lost(optimizers):
+        if not is_lost:
+            self.diagnosis.last_loss = loss.detach()
+        elif not self._is_lost(optimizers):
             self._look_into_block(f"The loss of {{}} is {_number_in(loss)}.", "loss", optimizers, block, [loss])
 
     @_unseen
@@ -169,7 +171,7 @@ class OverflowExplainer:
         scale = _scale_of(scaler)
         of_loss = f"of loss {scaler.loss_id} " if count_of_scalers(optimizer) > 1 else ""
         if overflowed:
-            row.scale = f"{of_loss}came down to {scale:g}"
+            row.scale, row.of_loss = f"came down to {scale:g}", of_loss
         if is_known:
             return  # for its loss, or a gradient
         name = self._name_of_step(steps.seen, optimizer)

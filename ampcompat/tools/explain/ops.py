@@ -51,6 +51,7 @@ def setting_of(scaler: LossScaler, scale: float, origin: str, growth: Grown | No
 def op_fault(event: Event, setting: Setting) -> Fault:
     """Describe what was born not finite. Any rank tells it: no other knows its batch."""
     may_be_of_weights = event.op not in ("input", "buffer", ARGUMENT) and not is_singular(event)
+    is_static = event.depends_on_scale and not setting.dynamic and setting.scale > 1
     misuse = spoiling_misuse() if may_be_of_weights else None
     is_no_matter_of_size = event.op in (*GIVEN, ARGUMENT) or (is_singular(event) and not has_stable_form(event))
     if is_no_matter_of_size or misuse is not None:  # which makes steps longer than the script means
@@ -62,6 +63,8 @@ def op_fault(event: Event, setting: Setting) -> Fault:
         key = cause = misuse.cause
     elif growth is not None and not has_stable_form(event):
         key = cause = growth.cause
+    elif is_static and not _is_too_large_unscaled(event, setting.scale):
+        cause = f"the loss scale of {setting.scale:g}, which is too high for {cause}"
     passed = "backward" if event.backward else "forward"
     details = [("pass", passed), ("value" if event.is_nan else "largest", _largest(event))]
     if event.spread is not None and event.spread != event.place:
@@ -95,6 +98,8 @@ def _key(event: Event) -> str:
     place = event.place
     if is_module_of_torch(place):
         place = place._replace(line=None)  # it is the line that has called the model
+    elif place.line is not None:
+        place = place._replace(module=None)  # each of the layers that share this line may have its turn
     return str((event.op, place, event.backward))
 
 

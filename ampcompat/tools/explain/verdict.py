@@ -82,12 +82,20 @@ class Verdict:
         other = [one for one in own.warned if all(one != cause.text for cause in self.causes)]
         if other:
             said += f"; amp has warned of {', and of '.join(other)}"
-        return f"{said}." if own.underflow is None else f"{said}, but {own.underflow}."
+        return f"{said}, but {own.underflow}." if self._tells_of_underflow else f"{said}."
+
+    @property
+    def _tells_of_underflow(self) -> bool:
+        """Whether the loss scale was too low at the end for another reason than the lost steps, which brought it down."""
+        underflow = self._own.underflow
+        came_down = any(cause.steps for cause in self.causes)
+        return underflow is not None and (underflow.since == 1 or not came_down)
 
     def _way_of_scale(self, steps: set[int]) -> str:
-        """What had become of the loss scale at the last of ``steps``."""
-        found = [row.scale for row in self._own.lost if row.number in steps and row.scale]
-        return found[-1] if found else "came down"
+        """What had become of each loss scale at the last of ``steps`` that it skipped."""
+        found = {row.of_loss: row.scale for row in self._own.lost if row.number in steps and row.scale}
+        ways = [f"{of_loss}{scale}" for of_loss, scale in sorted(found.items())]
+        return ", and that ".join(ways) or "came down"
 
     def _counts(self) -> str:
         steps = f"{self._own.steps} step{'s' if self._own.steps > 1 else ''}"

@@ -240,6 +240,20 @@ def eps(cure):
     )
 
 
+def target_beyond_one(cure):
+    """A mask from a file, in which 255 is what nobody has annotated."""
+    target = (Y[:, None] == torch.arange(4)).float()
+    if cure is None:
+        target[::3] = 255.0
+    model = Layers(F.relu)
+    train(
+        model,
+        "O1",
+        lambda m: F.binary_cross_entropy_with_logits(m(X).float(), target),
+        lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9),
+    )
+
+
 def zero_norm(cure):
     add = 0.0 if cure is None else float(cure[1])
     train(Layers(lambda h: h.float() / (h.float().norm(dim=-1, keepdim=True) + add), bias=0.0), "O1")
@@ -368,6 +382,7 @@ CURES = {
     sum_in_a_buffer: r"keep_fp32=\['(norm)'\]",
     infinite_mask: r"write (\S+) in place of -inf",
     eps: r"use an eps of (\S+) or more",
+    target_beyond_one: r"a loss that has a least value: this one fell to -\d\S+, as with targets outside of \[0, 1\]",
     zero_norm: r"add an eps to the denominator, as in / \(\.\.\. \+ (\S+)\)",
     root_of_zero: r"add an eps inside, as in \(\.\.\. \+ (\S+)\)\.sqrt\(\)",
     root_of_a_negative: r"a root of a negative number is NaN: \.clamp_min\((\S+)\) on what goes into it",

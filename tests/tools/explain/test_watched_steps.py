@@ -554,3 +554,27 @@ def test_a_gradient_that_the_script_spoils_in_a_watched_step_has_its_line(capsys
     assert told[-1]["head"] == "A gradient of step 4 is not finite."
     assert told[-1]["line"].endswith("# here")
     assert "(div_)" in last_words()[-1].content["causes"][0]["cause"]
+
+
+class Blow(nn.Module):
+    factor = 1.0
+
+    def forward(self, x):
+        return (x * self.factor).exp()
+
+
+def test_a_line_that_layers_share_is_one_fault(capsys):
+    """Each layer has its turn: three explanations of one line would leave none for another fault."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Blow(), nn.Linear(4, 4), Blow(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    amp.explain_overflows()
+    for step in range(40):
+        for place in (1, 3):
+            model[place].factor = 1e4 if step in (20 + place, 30 + place) else 1.0
+        optimizer.zero_grad()
+        make_step(optimizer, model(torch.ones(4, 4)).float().mean())
+    verdict = last_words()[-1]
+    assert capsys.readouterr().err.count("aten::exp gave a result") == 1
+    assert re.fullmatch(r"4 of 40 steps were skipped; the cause is \S+ \(exp in 1\)\.", verdict.head), verdict.head
