@@ -72,6 +72,18 @@ def live_models() -> list[torch.nn.Module]:
     return list(model_index.live)
 
 
+def name_of(param: torch.Tensor) -> str:
+    """Qualified name of ``param``, or of the weight whose master it is, in the live models."""
+    master = master_of(param)
+    wanted = (param,) if master is None else (param, master.half)
+    models = live_models()
+    for model in models:
+        for name, held in model.named_parameters():
+            if any(held is one for one in wanted):
+                return f"{type(model).__name__}.{name}" if len(models) > 1 else name
+    return ""
+
+
 def at_reset(undo: Callable[[], object]) -> None:
     """Call ``undo`` when amp is reset."""
     state.undo.callback(undo)
@@ -83,6 +95,11 @@ def reset() -> None:
 
 
 # -- optimizers and scalers --------------------------------------------------------------------------------------------
+def optimizer_name(optimizer: object) -> str:
+    """The class that steps; for a wrapper such as LARC, that of the optimizer inside."""
+    return type(getattr(optimizer, "optim", optimizer)).__name__
+
+
 #: Scale and clean passes of a scaler; on their way to the host, where they are on a device.
 Numbers = _torch.HostCopy | tuple[float, float]
 

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ampcompat.tools.core import LossScaler, Optimizer
+from ampcompat.tools.core import LossScaler, Optimizer, optimizer_name
 from ampcompat.tools.explain.event import Event
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.forwards import Forwards
 from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.lost import LostStep, costs_more_than_back_off, falling, has_found
-from ampcompat.tools.explain.numbers import optimizer_name
 from ampcompat.tools.explain.ops import GRADIENTS, op_fault, setting_of
 from ampcompat.tools.explain.spoiled import SpoiledWeights
 from ampcompat.tools.explain.steps import BlockScale, Steps

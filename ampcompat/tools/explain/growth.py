@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ampcompat.tools.core import Optimizer, ParamGroup, live_models, master_of
+from ampcompat.tools.core import Optimizer, ParamGroup, name_of
 
 #: Steps that are looked back on, and the growth in these that no healthy run has.
 STEPS, FAR = 10, 20.0
@@ -119,15 +119,3 @@ def _rate(group: ParamGroup) -> float | None:
     rate = group.get("lr")
     on_device = isinstance(rate, torch.Tensor) and rate.device.type != "cpu"  # not worth a host sync at each step
     return float(rate) if isinstance(rate, (int, float, torch.Tensor)) and not on_device else None
-
-
-def name_of(param: torch.Tensor) -> str:
-    """Qualified name of ``param``, or of the weight whose master it is, in the live models."""
-    master = master_of(param)
-    wanted = (param,) if master is None else (param, master.half)
-    models = live_models()
-    for model in models:
-        for name, held in model.named_parameters():
-            if any(held is one for one in wanted):
-                return f"{type(model).__name__}.{name}" if len(models) > 1 else name
-    return ""

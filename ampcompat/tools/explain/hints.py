@@ -49,12 +49,16 @@ class Setting:
 
     half: str  # the half dtype in force, as in "float16"; "" where nothing is half
     casts_functions: bool  # so that ``.float()`` before them is undone
-    casts_weights: bool  # to half
     scale: float  # the loss scale of the backward pass
     dynamic: bool  # whether an overflow brings it down
     origin: str  # where a parameter that is not finite may come from, in words
     growth: Grown | None  # the weight that the last steps made many times larger, if any
     kept: list[str]  # names of the modules that are kept in float32 already
+
+    @property
+    def casts_weights(self) -> bool:
+        """Whether weights are half, so that layers take half alone."""
+        return bool(self.half) and not self.casts_functions
 
 
 def hints(event: Event, setting: Setting) -> list[str]:
@@ -221,7 +225,7 @@ def _op_in_float32(event: Event, setting: Setting) -> list[str]:
     if not setting.half or not _is_of_script(event):
         return []
     wide = f"compute it in float32: .float() on what goes into {function or event.op}"
-    if setting.casts_weights:  # a layer with half weights takes half alone
+    if setting.casts_weights:
         short = ".half()" if setting.half == "float16" else ".bfloat16()"
         wide += f", and {short} on what comes of it, once that is small again, before a layer takes it"
     return [wide]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ampcompat.tools.core import HALF_DTYPES, LEVELS, Optimizer, ParamGroup
+from ampcompat.tools.core import HALF_DTYPES, LEVELS, Optimizer, ParamGroup, optimizer_name
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.fault import Fault
 
@@ -108,8 +108,3 @@ def _numbers(group: ParamGroup, optimizer: str) -> Iterator[tuple[str, float]]:
     decoupled = "AdamW" in optimizer or group.get("decoupled_weight_decay")
     if decoupled and isinstance(rate, float) and isinstance(decay, float):
         yield _DECAY, 1 - rate * decay
-
-
-def optimizer_name(optimizer: object) -> str:
-    """The class that steps: that of the optimizer inside, for a wrapper such as LARC."""
-    return type(getattr(optimizer, "optim", optimizer)).__name__

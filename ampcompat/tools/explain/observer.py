@@ -21,6 +21,7 @@ from ampcompat.tools.core import (
     Optimizer,
     count_of_scalers,
     has_old_gradients,
+    optimizer_name,
     overflowed_scalers,
     rank,
     was_skipped,
@@ -40,7 +41,7 @@ from ampcompat.tools.explain.lost import (
 )
 from ampcompat.tools.explain.messages import Message
 from ampcompat.tools.explain.misuse import warned
-from ampcompat.tools.explain.numbers import not_representable, optimizer_name
+from ampcompat.tools.explain.numbers import not_representable
 from ampcompat.tools.explain.ranks import Ranks
 from ampcompat.tools.explain.steps import BlockScale, Steps
 from ampcompat.tools.explain.telling import Telling

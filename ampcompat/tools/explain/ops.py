@@ -34,12 +34,14 @@ _CASTS = ("", *CAST_FUNCTIONS, *CAST_OPS)
 def setting_of(scaler: LossScaler, scale: float, origin: str, growth: Grown | None) -> Setting:
     """What a fault depends on beside the event, at the ``scale`` that ``scaler`` had."""
     latest = latest_call()
-    half_dtype = None if latest is None else latest.half_dtype
-    level = None if latest is None or half_dtype is None else LEVELS.get(latest.opt_level)
+    half = ""
+    casts_functions = False
+    if latest is not None and latest.half_dtype is not None:
+        half = dtype_name(latest.half_dtype)
+        casts_functions = LEVELS[latest.opt_level].patch_torch_functions
     return Setting(
-        half="" if half_dtype is None else dtype_name(half_dtype),
-        casts_functions=level is not None and level.patch_torch_functions,
-        casts_weights=level is not None and not level.patch_torch_functions,
+        half=half,
+        casts_functions=casts_functions,
         scale=scale,
         dynamic=scaler.dynamic,
         origin=origin,
@@ -53,8 +55,8 @@ def op_fault(event: Event, setting: Setting) -> Fault:
     may_be_of_weights = event.op not in ("input", "buffer", ARGUMENT) and not is_singular(event)
     is_static = event.depends_on_scale and not setting.dynamic and setting.scale > 1
     misuse = spoiling_misuse() if may_be_of_weights else None
-    is_no_matter_of_size = event.op in (*GIVEN, ARGUMENT) or (is_singular(event) and not has_stable_form(event))
-    if is_no_matter_of_size or misuse is not None:  # which makes steps longer than the script means
+    is_of_size = event.op not in (*GIVEN, ARGUMENT) and (has_stable_form(event) or not is_singular(event))
+    if misuse is not None or not is_of_size:  # a misuse makes weights grow itself
         setting = replace(setting, growth=None)
     growth = setting.growth
     cause = _cause(event)

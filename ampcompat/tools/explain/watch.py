@@ -40,9 +40,9 @@ class Watch:
         """Whether the probe is in the run."""
         return self._probe is not None
 
-    def arm(self, steps: int | None = None) -> int:
-        """Watch the next ``steps``, as many as are usual where that is None; returns how many are watched."""
-        self.left = min(STEPS if steps is None else max(steps, self.left), self._left_of_all)
+    def arm(self, steps: int = 0) -> int:
+        """Watch the next ``steps``, or as many as are usual; returns how many are watched."""
+        self.left = min(max(steps or STEPS, self.left), self._left_of_all)
         return self.left
 
     def disarm(self) -> None:

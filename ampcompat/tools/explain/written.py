@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from ampcompat.tools.core import HALF_DTYPES, Master, Optimizer, master_of
+from ampcompat.tools.core import HALF_DTYPES, Master, Optimizer, master_of, name_of, optimizer_name
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.fault import Fault
-from ampcompat.tools.explain.growth import History, name_of
+from ampcompat.tools.explain.growth import History
 from ampcompat.tools.explain.hints import BFLOAT16
 from ampcompat.tools.explain.misuse import spoiling_misuse
-from ampcompat.tools.explain.numbers import MASTERS, not_representable, optimizer_name
+from ampcompat.tools.explain.numbers import MASTERS, not_representable
 from ampcompat.tools.explain.weights import params_of, state_of
 from ampcompat.tools.tensors import LARGEST, count_not_finite, is_finite, largest
 

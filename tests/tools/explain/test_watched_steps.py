@@ -577,4 +577,4 @@ def test_a_line_that_layers_share_is_one_fault(capsys):
         make_step(optimizer, model(torch.ones(4, 4)).float().mean())
     verdict = last_words()[-1]
     assert capsys.readouterr().err.count("aten::exp gave a result") == 1
-    assert re.fullmatch(r"4 of 40 steps were skipped; the cause is \S+ \(exp in 1\)\.", verdict.head), verdict.head
+    assert re.search(r"the cause of 4 of these is \S+ \(exp in 1\); 1 was lost while", verdict.head), verdict.head
