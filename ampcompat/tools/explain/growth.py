@@ -42,8 +42,9 @@ class Grown:
     @property
     def cause(self) -> str:
         """As in "the growth of conv2.weight, at lr=50"."""
-        falls = f", as the loss falls to {self.loss:g}" if self.has_no_least_loss else ""
-        return f"the growth of {self.parameter or 'a weight'}{self._at_lr}{falls}"
+        if self.has_no_least_loss:
+            return "a loss that falls far below 0, with which the weights grow"
+        return f"the growth of {self.parameter or 'a weight'}{self._at_lr}"
 
     @property
     def has_no_least_loss(self) -> bool:
@@ -59,8 +60,8 @@ class Grown:
         """What stops it."""
         if self.has_no_least_loss:
             return (
-                f"a loss that has a least value: this one fell to {self.loss:g}, as with targets outside of [0, 1], or a"
-                " sign that is wrong"
+                f"a loss that has a least value: this one fell to {self.loss:g}, as with targets outside of [0, 1], or"
+                " with a wrong sign"
             )
         if self.lr is not None and self.lr < 0:
             return "a learning rate that is not negative: look at what sets it, such as a scheduler past its end"

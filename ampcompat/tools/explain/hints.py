@@ -91,7 +91,8 @@ def _of_given(event: Event, setting: Setting) -> list[str]:
 def _of_half_buffer(event: Event, setting: Setting) -> list[str]:
     """For a buffer with inf: the fill of a mask that the cast lost, or a sum that has left the range since."""
     if event.has_minus_inf:
-        return [f"write -1e4 in place of its least number: amp.initialize cast it to {dtype_name(event.dtype)}, as -inf"]
+        dtype = dtype_name(event.dtype)
+        return [f"write -1e4 in place of its least number: amp.initialize cast it to {dtype}, where that is -inf"]
     return [*_keep_fp32(setting, (event.place.module or "").rpartition(".")[0]), "a mean in place of a sum"]
 
 
@@ -191,8 +192,8 @@ def _too_large_backward(event: Event, setting: Setting) -> list[str]:
         return [dynamic, *_in_float32(event, setting)]
     fits = 2.0 ** math.floor(math.log2(LARGEST / plain)) if plain else setting.scale
     wait = (
-        f"wait: without the loss scale of {_in_digits(setting.scale)} the gradient is {plain:.3g}, and the scale is on"
-        f" its way down to {_in_digits(fits)}; amp.initialize(..., max_loss_scale={_in_digits(fits)}) starts there"
+        f"wait: without the loss scale of {in_digits(setting.scale)} the gradient is {plain:.3g}, and the scale is on"
+        f" its way down to {in_digits(fits)}; amp.initialize(..., max_loss_scale={in_digits(fits)}) starts there"
     )
     return [wait, _SMALLER_LOSS, *_in_float32(event, setting)]
 
@@ -207,7 +208,8 @@ def _larger_eps(event: Event) -> list[str]:
     ]
 
 
-def _in_digits(scale: float) -> str:
+def in_digits(scale: float) -> str:
+    """As in "16777216"."""
     return f"{scale:.0f}" if scale >= 1 else f"{scale:g}"
 
 

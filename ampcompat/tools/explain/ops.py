@@ -18,6 +18,7 @@ from ampcompat.tools.explain.hints import (
     Setting,
     has_stable_form,
     hints,
+    in_digits,
     is_module_of_torch,
     is_singular,
 )
@@ -66,7 +67,7 @@ def op_fault(event: Event, setting: Setting) -> Fault:
     elif growth is not None and not has_stable_form(event):
         key = cause = growth.cause
     elif is_static and not _is_too_large_unscaled(event, setting.scale):
-        cause = f"the loss scale of {setting.scale:g}, which is too high for {cause}"
+        cause = f"the loss scale of {in_digits(setting.scale)}, which is too high for {cause}"
     passed = "backward" if event.backward else "forward"
     details = [("pass", passed), ("value" if event.is_nan else "largest", _largest(event))]
     if event.spread is not None and event.spread != event.place:

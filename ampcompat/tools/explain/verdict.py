@@ -86,7 +86,7 @@ class Verdict:
 
     @property
     def _tells_of_underflow(self) -> bool:
-        """Whether the loss scale was too low at the end for another reason than the lost steps, which brought it down."""
+        """Whether the loss scale was too low at the end, for another reason than the lost steps of a known cause."""
         underflow = self._own.underflow
         came_down = any(cause.steps for cause in self.causes)
         return underflow is not None and (underflow.since == 1 or not came_down)

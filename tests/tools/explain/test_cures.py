@@ -265,7 +265,7 @@ def root_of_zero(cure):
 
 
 def root_of_a_negative(cure):
-    """The transfer curve of sRGB: torch.where takes the other branch, and the gradient of this one is NaN all the same."""
+    """The transfer curve of sRGB: torch.where takes the other branch, but not the gradient of that alone."""
 
     def loss(model):
         y = model(X).float()
