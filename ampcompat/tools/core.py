@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -71,6 +72,18 @@ def live_models() -> list[torch.nn.Module]:
     return list(model_index.live)
 
 
+def name_of(param: torch.Tensor) -> str:
+    """Qualified name of ``param``, or of the weight whose master it is, in the live models."""
+    master = master_of(param)
+    wanted = (param,) if master is None else (param, master.half)
+    models = live_models()
+    for model in models:
+        for name, held in model.named_parameters():
+            if any(held is one for one in wanted):
+                return f"{type(model).__name__}.{name}" if len(models) > 1 else name
+    return ""
+
+
 def at_reset(undo: Callable[[], object]) -> None:
     """Call ``undo`` when amp is reset."""
     state.undo.callback(undo)
@@ -82,6 +95,11 @@ def reset() -> None:
 
 
 # -- optimizers and scalers --------------------------------------------------------------------------------------------
+def optimizer_name(optimizer: object) -> str:
+    """The class that steps; for a wrapper such as LARC, that of the optimizer inside."""
+    return type(getattr(optimizer, "optim", optimizer)).__name__
+
+
 #: Scale and clean passes of a scaler; on their way to the host, where they are on a device.
 Numbers = _torch.HostCopy | tuple[float, float]
 
@@ -93,6 +111,12 @@ def numbers_of(scaler: LossScaler) -> Numbers:
     if scale is None or passes is None:  # nothing was scaled yet, or it is a static 1
         return scaler.get_scale(), scaler._unskipped
     return _torch.HostCopy([scale, passes.to(scale.dtype)])
+
+
+def scale_and_passes(numbers: Numbers) -> tuple[float, float]:
+    """What :func:`numbers_of` returned, once it is on the host; waits for that."""
+    scale, passes = numbers if isinstance(numbers, tuple) else numbers.read()
+    return scale, passes
 
 
 def overflowed_scalers(optimizer: Optimizer) -> list[LossScaler]:
@@ -178,6 +202,15 @@ def wrap_step(optimizer: Any, before: Callable[[Optimizer], bool]) -> None:
 
 
 # -- what runs now -----------------------------------------------------------------------------------------------------
+def world_size() -> int:
+    """How many processes train together, as far as this one knows."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size()
+    word = os.environ.get("WORLD_SIZE", "")
+    return int(word) if word.isdecimal() else 1
+
+
 def is_replica(model: torch.nn.Module) -> bool:
     """Whether ``model`` is a replica of DataParallel."""
     return hasattr(model, "_is_replica")

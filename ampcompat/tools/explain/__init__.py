@@ -1,14 +1,18 @@
 """Explain why steps are lost.
 
-From the first lost step that is no normal back-off of the loss scale, the probe is in the run itself: from a step to
-the next it sees every op, until it has seen where the value that is not finite was born. After every third skip in a
-row it is in for one step, also where a run starts well. A batch that spoils the weights does not come again, and all is
-lost after it: its forwards are run again under the probe at once, before the step. Each lost step is a row; the verdict
-reads these rows at the end, of all ranks, and says what the steps were lost to.
+After a lost step that is no normal back-off of the loss scale, a probe sees every op of the next steps, until it has
+seen where the value that is not finite was born. A batch that spoils the weights does not come again: before its step
+is made, its forwards are run again under the probe.
 
-The way of a lost step: ``observer`` (an event of amp), ``backoff`` (whether it is normal), ``diagnosis``, ``search``
-(asks ``watch``, or runs the forward ``again``; both use ``probe``), ``ops`` and ``hints`` (or ``written``: what a step
-wrote), ``telling``, ``verdict``.
+The way of a lost step:
+
+1. ``observer`` hears of it from amp. ``steps`` and ``weights`` know what came before, ``lost`` whether it is normal.
+2. ``diagnosis`` looks for an ``event``, the birth of the value: the ``watch`` has seen it if that was on; otherwise the
+   ``forwards`` are run ``again``. Both use the ``probe``; ``call`` is an op, ``places`` say where it stands.
+3. ``ops`` makes a ``fault`` of the event, and ``hints`` says what to do. Two faults have no event: ``written`` (a step
+   left a weight not finite) and ``numbers`` (of an optimizer, that half does not hold). Causes that lie further back
+   are in ``growth``, ``spoiled`` and ``misuse``.
+4. ``telling`` tells it once, in ``messages``. At the end ``verdict`` sums up, with what ``ranks`` has gathered.
 """
 
 from __future__ import annotations
@@ -27,21 +31,14 @@ LIMIT = 3
 def explain_overflows(limit: int = LIMIT, *, stop: bool = False, json: bool = False) -> None:
     """From here on, explain why steps are lost, or why a loss, gradient or weight is not finite, on standard error.
 
-    A loss scale that comes down, at the start and now and then, skips steps: that is no fault. Explained is what
-    persists: a loss or a value of a forward that is not finite, and gradients that overflow although the scale falls.
-    When the script ends, a verdict says how many steps were lost, and to what. If gradients were 0 in float16 because
-    the scale was too low for them, it says since when.
+    A message names the op, the module, the source line, how many values, their magnitude against 65504, and what to do.
+    A loss scale that comes down, at the start and now and then, skips steps: that is no fault. When the script ends, a
+    verdict says how many steps were lost, and to what, or since when gradients are 0 in float16 because the scale is
+    too low. That of rank 0 is for all ranks of the process group, if they end within ten seconds of it.
 
-    While nothing overflows, references to the last batches are kept, the loss of each block is looked at, and what each
-    step wrote: two host syncs a step. From a lost step on that is no normal back-off, the next steps are watched as
-    they run, 50 at most; after every third skip in a row, at the start too, one step is; 200 in the whole run. Before
-    that, where the loss is not finite, the same batch is run again (inputs and random numbers as they were). The
-    message names the op, the module, the source line, how many values, their magnitude against 65504, and what to do.
-    The run that is observed stays bitwise what it would have been. apex had nothing like it.
-
-    Where nothing skips (static scales, O0), the gradients are looked at too: one host sync more. Numbers of an
-    optimizer that its half parameters' dtype does not hold (an eps of 1e-8) are named at its first step. The verdict of
-    rank 0 is that of all ranks of the process group, if they end within ten seconds of it.
+    While nothing overflows, this costs two host syncs a step, three at static scales, and references to the last
+    batches. After a lost step, the next ones are watched, 50 at most; after every third skip in a row, one is; 200 in
+    the whole run. The run stays bitwise what it would have been. apex had nothing like it.
 
     Args:
         limit: How many different faults to explain; the same fault is explained once.
@@ -53,10 +50,9 @@ def explain_overflows(limit: int = LIMIT, *, stop: bool = False, json: bool = Fa
     """
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
         raise ValueError(f"explain_overflows(limit={limit!r}) - it must be a positive integer - pass 3 for instance.")
-    explainers = [one for one in observers() if isinstance(one, OverflowExplainer)]
-    for one in explainers:
-        one.watch.stop()
-        observers().remove(one)
+    for earlier in _explainers():
+        earlier.watch.stop()
+        observers().remove(earlier)
     explainer = OverflowExplainer(limit, stop, json)
 
     def end() -> None:
@@ -69,6 +65,10 @@ def explain_overflows(limit: int = LIMIT, *, stop: bool = False, json: bool = Fa
     observers().append(explainer)
     at_reset(at_end(end))
     at_reset(explainer.watch.stop)
+
+
+def _explainers() -> list[OverflowExplainer]:
+    return [one for one in observers() if isinstance(one, OverflowExplainer)]
 
 
 def explain_as(how: str) -> None:
@@ -97,7 +97,7 @@ def explain_as_asked() -> None:
         ValueError: It holds a word that means nothing.
     """
     asked = os.environ.get("AMPCOMPAT_EXPLAIN", "").strip()
-    if asked in ("", "0") or any(isinstance(one, OverflowExplainer) for one in observers()):
+    if asked in ("", "0") or _explainers():
         return
     try:
         explain_as(asked)

@@ -33,21 +33,15 @@ _NOT_OF_MODEL = (torch.nn.Module, torch.Tensor, type, types.FunctionType, types.
 
 
 class Forward:
-    """What running one forward of an initialized model again takes.
+    """What running one forward of an initialized model again takes."""
 
-    Attributes:
-        model: Weak reference to it.
-        grads: Gradients of those outputs that want one, in their order, as the backward brought them.
-        begun: The number of steps when it began.
-    """
-
-    def __init__(self, model: torch.nn.Module, args: Args, kwargs: Kwargs, begun: int) -> None:
+    def __init__(self, model: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
         self.model = weakref.ref(model)
         self.args, self.kwargs = args, kwargs
-        self.begun = begun
+        self.age = 0  # steps that have ended since it began
         self.random = random_state(_cuda_devices(model))
         self.called_at = script_line(sys._getframe(1))
-        self.grads: list[torch.Tensor | None] = []
+        self.grads: list[torch.Tensor | None] = []  # of those outputs that want one, as the backward brought them
         self._versions = self._versions_now(model)
         self._outputs: list[tuple[torch.Tensor, int]] = []  # what it has returned, with the versions
 
@@ -91,19 +85,12 @@ class Forward:
 
 @dataclass
 class Finding:
-    """What running a forward again has shown.
+    """What running a forward again has shown."""
 
-    Attributes:
-        event: The origin of what is not finite; None where everything stayed finite.
-        entered: Whether the gradient that came into the model was not finite already.
-        differs: Whether it has returned something else than in the run: it is not that forward that was run again.
-        largest: The largest magnitude that it returned.
-    """
-
-    event: Event | None = None
-    entered: bool = False
-    differs: bool = False
-    largest: float = 0.0
+    event: Event | None = None  # the origin of what is not finite; None where everything stayed finite
+    entered: bool = False  # the gradient that came into the model was not finite already
+    differs: bool = False  # it has returned something else than in the run: it was not that forward
+    largest: float = 0.0  # magnitude that it returned
 
 
 def run_again(forward: Forward, backward: bool) -> Finding:
@@ -181,8 +168,10 @@ def _copy_of_held(value: Any) -> Any:
     """A copy of a tensor, or of a container and what is in it; anything else is handed over itself."""
     if isinstance(value, torch.Tensor):
         return value if value.requires_grad else value.clone()
-    if type(value) in (list, set, deque):
-        return type(value)(map(_copy_of_held, value))
+    if type(value) in (set, deque):
+        return copy.copy(value)
+    if type(value) is list:
+        return list(map(_copy_of_held, value))
     if type(value) in (dict, OrderedDict):
         return type(value)((key, _copy_of_held(one)) for key, one in value.items())
     return value
@@ -192,7 +181,7 @@ def _copied(value: object, leaves: list[torch.Tensor]) -> object:
     """A copy of one argument, which the forward may write into; what wants gradients in it is added to ``leaves``.
 
     Raises:
-        TypeError: It is, or holds, an object that moves itself (``.to``) and has no ``clone``.
+        AttributeError: It is, or holds, an object that moves itself (``.to``) and has no ``clone``.
     """
 
     def copied(leaf: Any) -> object:

@@ -21,15 +21,12 @@ _TELLING = ("weight", "bias", "target", "mask", "attn_mask", "pos_weight", "runn
 
 @dataclass
 class Call:
-    """An op that ran.
-
-    Attributes:
-        before: By id, float32 copies of the half tensors that it writes in place, as they were before.
-    """
+    """An op that is about to run, or ran."""
 
     func: OpOverload
     args: Args
     kwargs: Kwargs
+    #: By id, float32 copies of the half tensors that it writes in place, as they were before.
     before: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

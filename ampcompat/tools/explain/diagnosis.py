@@ -1,4 +1,4 @@
-"""From something that is not finite to what is told of it: search for its origin, and name the fault that this is.
+"""From something that is not finite to what is told of it: find its origin, and name the fault that this is.
 
 The gradients of a skip may be gone at a lower loss scale, which is normal: their explanation is held back.
 """
@@ -10,46 +10,34 @@ from dataclasses import dataclass
 
 import torch
 
-from ampcompat.tools.core import Optimizer
-from ampcompat.tools.explain.backoff import costs_more_than_back_off, falling, may_be_back_off
+from ampcompat.tools.core import LossScaler, Optimizer, optimizer_name
 from ampcompat.tools.explain.event import Event
 from ampcompat.tools.explain.fault import Fault
+from ampcompat.tools.explain.forwards import Forwards
 from ampcompat.tools.explain.growth import Grown
-from ampcompat.tools.explain.lost import LostStep, has_found
-from ampcompat.tools.explain.numbers import optimizer_name
-from ampcompat.tools.explain.ops import GRADIENTS, op_fault
-from ampcompat.tools.explain.search import Search
+from ampcompat.tools.explain.lost import LostStep, costs_more_than_back_off, falling, has_found
+from ampcompat.tools.explain.ops import GRADIENTS, op_fault, setting_of
 from ampcompat.tools.explain.spoiled import SpoiledWeights
 from ampcompat.tools.explain.steps import BlockScale, Steps
 from ampcompat.tools.explain.telling import Telling
-from ampcompat.tools.explain.written import Written
+from ampcompat.tools.explain.watch import Watch
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is looked into: something of a step that is not finite.
+    """What is looked into: something of a step that is not finite."""
 
-    Attributes:
-        head: What was seen, as in "The loss of step 3 is nan.".
-        number: Of the step.
-        what: What is not finite: "loss" or "gradients".
-        steps: Those of each optimizer that makes it.
-        block: The block that lost it.
-        tensors: What is not finite: the loss, or gradients.
-        is_fault: Whether it is known to be no ordinary back-off of the loss scale.
-    """
-
-    head: str
-    number: int
-    what: str
-    steps: Sequence[Steps]
-    block: BlockScale
-    tensors: list[torch.Tensor]
-    is_fault: bool = True
+    head: str  # what was seen, as in "The loss of step 3 is nan."
+    step: int  # its number, among those of its optimizer
+    what: str  # is not finite: "loss" or "gradients"
+    steps: Sequence[Steps]  # of each optimizer that makes the step
+    block: BlockScale  # that lost it
+    tensors: list[torch.Tensor]  # the loss, or the gradients that are not finite
+    is_fault: bool = True  # known to be no ordinary back-off of the loss scale
 
     @property
     def rows(self) -> list[LostStep]:
-        """The step, as that of each of its optimizers."""
+        """Its rows, one for each optimizer."""
         return [steps.lost for steps in self.steps if steps.lost is not None]
 
     def lose_to(self, key: str) -> None:
@@ -62,108 +50,128 @@ class Diagnosis:
     """Find out what lost steps, and tell it.
 
     Args:
-        search: Looks for origins.
+        watch: Finds the origin in a step that was watched.
+        forwards: Finds it otherwise.
         telling: Tells.
         steps: The steps of each optimizer.
-
-    Attributes:
-        lost: The lost steps of the run.
-        spoiled: What is known of weights that are not finite.
     """
 
-    def __init__(self, search: Search, telling: Telling, steps: Mapping[Optimizer, Steps]) -> None:
-        self.search = search
+    def __init__(self, watch: Watch, forwards: Forwards, telling: Telling, steps: Mapping[Optimizer, Steps]) -> None:
+        self.watch = watch
+        self.forwards = forwards
         self.telling = telling
         self.steps = steps
-        self.lost: list[LostStep] = []
+        self.number = 1  # of the step that is on, or to come, among those of all optimizers
+        self.lost: list[LostStep] = []  # in the whole run
         self.spoiled = SpoiledWeights()
+        self.last_loss: torch.Tensor | None = None  # that was finite
         self._given = ""  # the key of an input that was not finite, until it is known what made it
 
-    def record(self, row: LostStep, number: int, is_skipped: bool) -> None:
-        """Note that the step numbered ``number`` was lost."""
-        row.number = number
+    def record(self, row: LostStep, is_skipped: bool) -> None:
+        """Note that the step that ends now was lost."""
+        row.number = self.number
         row.skipped = is_skipped
         self.lost.append(row)
 
     def look_into(self, case: Case) -> None:
         """Find what lost the step and tell it, or watch the next ones."""
-        if self.spoiled.since and (self.spoiled.by or not self.search.watch.is_on):
+        is_watched = self.watch.is_on
+        if self.spoiled.since and (self.spoiled.by or not is_watched):
             case.lose_to(self.spoiled.by)  # weights that are not finite lose every step
             return
-        found = self.search.look(case.tensors, case.what == "gradients", case.block)
+        if is_watched:
+            event, known = self.watch.find(case.tensors)
+        else:
+            event, known = self.forwards.find(case.what == "gradients", case.block)
+            if event is None:
+                known += self._watch_next(case.block.scaler)
         for row in case.rows:
-            row.was_watched = found.was_watched
-            row.was_looked_into = found.was_looked_into
-        if found.event is not None:
-            self.blame(found.event, case)
-        elif found.was_looked_into:
-            self._tell_of_unknown(case, found.known)
+            row.was_watched = is_watched
+            row.was_looked_into = event is not None or bool(known)
+        if event is not None:
+            self.blame(event, case)
+        elif known:
+            self._tell_of_unknown(case, known)
+
+    def _watch_next(self, scaler: LossScaler) -> str:
+        """Watch the next steps; says so."""
+        steps = self.watch.arm()
+        if not steps:
+            return ""
+        watched = f" The next steps, {steps} at most, are watched as they run."
+        if scaler.dynamic:
+            return watched
+        return f"{watched} They show nothing if this one spoils the weights: pass loss_scale='dynamic', which skips it."
 
     def blame(self, event: Event, case: Case) -> None:
         """Tell the fault that ``event`` is, or hold it back while the step may be a normal back-off."""
         if event.op == "parameter" and self.spoiled.since:
             case.lose_to(self.spoiled.by)
             return
-        block = case.block
         origin = self.spoiled.origin(event, any(steps.made for steps in self.steps.values()))
-        fault = self._after_too_large(op_fault(event, block.scale, block.scaler.dynamic, origin, self._growth()))
+        fault = op_fault(event, setting_of(case.block.scaler, case.block.scale, origin, self._growth()))
+        fault.head, fault.step = case.head, case.step
+        self._join_too_large(fault)
         case.lose_to(fault.key)
         if event.depends_on_scale:  # so do the skips before, at higher scales
             for row in [row for steps in case.steps for row in falling(steps.last)]:
                 row.fault = row.fault or fault.key
-        is_held_back = may_be_back_off(event, fault) and not case.is_fault
+        is_held_back = event.depends_on_scale and not fault.is_too_large and not case.is_fault
         if is_held_back and not self.telling.is_told(fault.key):
-            self.telling.hold(fault, case.head, case.number)
+            self.telling.hold(fault)
             return
         if event.op == "parameter":
-            self.spoiled.note(self.search.number, fault.key)
+            self.spoiled.note(self.number, fault.key)
             for optimizer, steps in self.steps.items():
-                steps.weights.look(optimizer)  # the next step is not to answer for what was written through `data`
-        self._tell(fault, case.head, case.number)
-        if event.op in ("input", "buffer") and not self.search.watch.is_on:
+                steps.weights.look(optimizer)  # so that the next step is not blamed for what `data` has written
+        self._tell(fault)
+        if event.op in ("input", "buffer") and not self.watch.is_on:
             self._given = fault.key
-            self.search.watch.arm()  # it shows what makes such an input, or writes the buffer
-        elif self._given and self.search.watch.came_in(event):
-            self.telling.found[self._given].fault.cause = fault.cause  # that says more of it
+            self.watch.arm()  # it shows what makes such an input, or writes the buffer
+        elif self._given and self.watch.came_in(event):
+            self.telling.found[self._given].cause = fault.cause  # that says more of it
 
     def _growth(self) -> Grown | None:
         """The weight that the last steps of an optimizer made many times larger, if any."""
         found = [steps.weights.history.growth(optimizer) for optimizer, steps in self.steps.items()]
-        return max((one for one in found if one is not None), key=lambda one: one.times, default=None)
+        most = max((one for one in found if one is not None), key=lambda one: one.times, default=None)
+        if most is not None and self.last_loss is not None:
+            most.loss = float(self.last_loss.mean())
+        return most
 
-    def _after_too_large(self, fault: Fault) -> Fault:
-        """``fault``; where a weight grew after gradients were told to be too large at any scale, as that fault."""
+    def _join_too_large(self, fault: Fault) -> None:
+        """Make a weight that grew, after gradients were told to be too large at any scale, the same fault as these."""
         if fault.growth is None or fault.cause != fault.growth.cause:
-            return fault
-        for one in self.telling.told:
-            if one.fault.is_too_large:
-                fault.key, fault.cause = one.fault.key, one.fault.cause
-        return fault
+            return
+        for told in self.telling.told:
+            if told.is_too_large:
+                fault.key, fault.cause = told.key, told.cause
 
     def suppose(self, row: LostStep) -> None:
         """Put a skip that is not looked into down to the gradients whose explanation is held back, if any."""
-        if self.telling.untold:
-            row.fault = self.telling.untold[-1].fault.key
+        if self.telling.held:
+            row.fault = self.telling.held[-1].key
 
     # -- telling -----------------------------------------------------------------------------------------------------
-    def _tell(self, fault: Fault, head: str, step: int) -> None:
+    def _tell(self, fault: Fault) -> None:
         """Tell of ``fault``; what was held back first, if it is likely to have made the weight grow."""
-        self.search.watch.disarm()
+        self.watch.disarm()
         if fault.growth is not None:
-            for held in self.telling.untold:
-                if costs_more_than_back_off(held.fault.key, self.lost):
-                    self.telling.tell(held.fault, held.head, held.step)
-        self.telling.tell(fault, head, step)
+            for held in self.telling.held:
+                if costs_more_than_back_off(held.key, self.lost):
+                    self.telling.tell(held)
+        self.telling.tell(fault)
 
     def tell_of_persistent(self, case: Case) -> None:
         """Tell what a watched step has shown: overflows persist, so it is a fault. If none has, watch more steps."""
-        if self.telling.untold:
-            latest = self.telling.untold[-1]
-            case.lose_to(latest.fault.key)
-            latest.fault.note = f"this is what step {latest.step} showed, which was watched"
-            self.telling.tell(latest.fault, case.head, case.number)
+        if self.telling.held:
+            latest = self.telling.held[-1]
+            case.lose_to(latest.key)
+            latest.note = f"this is what step {latest.step} showed, which was watched"
+            latest.head, latest.step = case.head, case.step
+            self.telling.tell(latest)
         elif not self.telling.is_told(GRADIENTS):  # otherwise every third is watched: another fault may have come
-            watched = self.search.watch_next()
+            watched = self._watch_next(case.block.scaler)
             for row in case.rows:
                 row.was_looked_into = bool(watched)
             self._tell_of_unknown(case, watched)
@@ -171,13 +179,13 @@ class Diagnosis:
     def _tell_of_unknown(self, case: Case, known: str) -> None:
         """Tell, once, that the cause was not found, where the step is known to be no normal back-off."""
         if case.is_fault and not has_found(self.lost, case.what):
-            self.telling.tell_unknown(f"{case.head}{known}", case.number)
+            self.telling.tell_unknown(f"{case.head}{known}", case.step)
 
-    def tell_of_written(self, written: Written, row: LostStep, step: int) -> None:
+    def tell_of_written(self, fault: Fault, row: LostStep) -> None:
         """Tell of weights that are not finite, and that a step has written."""
-        fault = self._after_too_large(written.fault)
+        self._join_too_large(fault)
         row.fault = fault.key
-        self._tell(fault, written.head, step)
+        self._tell(fault)
 
     def tell_of_old_gradients(self, head: str, row: LostStep, step: int, optimizer: Optimizer) -> None:
         """Tell of gradients that overflowed before, and lose each step since."""
@@ -186,7 +194,9 @@ class Diagnosis:
             where=f"the parameters of {optimizer_name(optimizer)}",
             cause="gradients of an earlier overflow that were not cleared",
             key="old gradients",
+            head=head,
+            step=step,
             hints=["call optimizer.zero_grad() after a skipped step too, before the next block"],
         )
         row.fault = fault.key
-        self._tell(fault, head, step)
+        self._tell(fault)

@@ -39,45 +39,26 @@ class Made:
 
 @dataclass(eq=False)
 class Event:
-    """The birth of something non-finite.
+    """The birth of something that is not finite: the result of an op, or what came from outside."""
 
-    Attributes:
-        op: The op's name, as in "mm"; or one of :data:`GIVEN`, or ARGUMENT, COLLECTIVE or UNSEEN.
-        backward: Whether the engine ran it.
-        dtype: Dtype of its result.
-        value: The largest magnitude of its result, computed again in float32 from the same inputs; inf or NaN if it is
-            so there too, None if it cannot be computed there.
-        not_finite: How many values of its result are inf or NaN.
-        elements: How many values the result has.
-        scalars: Its numbers, an eps or the fill of a mask among them.
-        denominators: Zeros in its inputs.
-        is_by_number_zero: Whether it divides by a number that is 0.
-        is_of_nothing: Whether one of its inputs has no elements.
-        made: How its inputs were made.
-        spread: Where an inf was turned into NaN.
-        node: Name of the autograd node, in backward.
-        given: For :data:`ARGUMENT`: which tensor it is, in words.
-        argument: And the name of that argument.
-        rows: For what came from outside: which rows are not finite, as in ", in row 3".
-    """
-
-    op: str
+    op: str  # as in "mm"; or one of GIVEN, or ARGUMENT, COLLECTIVE or UNSEEN
     place: Place
-    backward: bool
-    dtype: torch.dtype
-    value: float | None
-    not_finite: int
-    elements: int
-    scalars: tuple[float, ...] = ()
-    denominators: int = 0
-    is_by_number_zero: bool = False
-    is_of_nothing: bool = False
-    made: list[Made] = field(default_factory=list)
-    spread: Place | None = None
-    node: str = ""
-    given: str = ""
-    argument: str = ""
-    rows: str = ""
+    backward: bool  # the engine ran it
+    dtype: torch.dtype  # of the result, as all that follows
+    value: float | None  # the largest magnitude, in float32 from the same inputs; None if that cannot be computed
+    not_finite: int  # how many values are inf or NaN
+    elements: int  # of how many
+    scalars: tuple[float, ...] = ()  # the numbers that the op was given, an eps or the fill of a mask among them
+    denominators: int = 0  # zeros in its last input
+    is_by_number_zero: bool = False  # it divides by a number that is 0
+    is_of_nothing: bool = False  # one of its inputs has no elements
+    made: list[Made] = field(default_factory=list)  # how its inputs were
+    spread: Place | None = None  # where an inf was turned into NaN
+    node: str = ""  # in backward, of the autograd graph
+    given: str = ""  # for ARGUMENT: which tensor it is, in words
+    argument: str = ""  # and the name of that argument
+    has_minus_inf: bool = False  # for what came from outside
+    rows: str = ""  # for what came from outside: which are not finite, as in ", in row 3"
 
     @property
     def out_of_range(self) -> bool:

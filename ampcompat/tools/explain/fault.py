@@ -11,40 +11,28 @@ from ampcompat.tools.frames import ScriptLine
 
 @dataclass
 class Fault:
-    """Something that went wrong.
+    """Something that went wrong, and what it has cost first."""
 
-    Attributes:
-        what: What is not finite, or what half does not hold, in a sentence.
-        where: The module, or the group of an optimizer.
-        cause: The same in a few words, as the verdict names it.
-        key: Two faults with equal keys are the same.
-        number: The largest magnitude in float32, or the number that half does not hold; None where it is not known.
-        line: The script's line.
-        details: Labels and texts of what else is told.
-        growth: The weight that the last steps made many times larger, if that has to do with it.
-        hints: What to do, the likeliest first.
-        note: What makes this less than certain.
-        facts: What a line of JSON has besides.
-        all_ranks: Whether it may be the fault of one rank's batch.
-        is_too_large: Whether it is a gradient that float16 holds at no loss scale of 1 or more.
-    """
+    what: str  # is not finite, or what half does not hold, in a sentence
+    where: str  # the module, or the group of an optimizer
+    cause: str  # the same in a few words, as the verdict names it
+    key: str  # two faults with equal keys are the same
+    head: str = ""  # what it has cost, as in "The loss of step 3 is nan."
+    step: int = 0  # the number of that step
+    number: float | None = None  # the largest magnitude in float32, or the number that half does not hold, if known
+    line: ScriptLine | None = None  # the script's
+    details: list[tuple[str, str]] = field(default_factory=list)  # labels and texts of what else is told
+    growth: Grown | None = None  # of a weight, in the last steps, if that has to do with it
+    hints: list[str] = field(default_factory=list)  # what to do, the likeliest first
+    covers: list[str] = field(default_factory=list)  # keys of other faults that it tells of
+    note: str = ""  # what makes this less than certain
+    facts: dict[str, object] = field(default_factory=dict)  # what a line of JSON has besides
+    all_ranks: bool = False  # whether it may be the fault of one rank's batch
+    is_too_large: bool = False  # a gradient that float16 holds at no loss scale of 1 or more
+    is_told: bool = False  # or counted, where enough was told before; otherwise a lower scale may end it
 
-    what: str
-    where: str
-    cause: str
-    key: str
-    number: float | None = None
-    line: ScriptLine | None = None
-    details: list[tuple[str, str]] = field(default_factory=list)
-    growth: Grown | None = None
-    hints: list[str] = field(default_factory=list)
-    note: str = ""
-    facts: dict[str, object] = field(default_factory=dict)
-    all_ranks: bool = False
-    is_too_large: bool = False
-
-    def message(self, head: str, step: int) -> Message:
-        """What is told of it; ``head`` says what it has cost the step numbered ``step``."""
+    def message(self) -> Message:
+        """What is told of it."""
         lines = [("what", self.what), ("where", self.where)]
         if self.line is not None:
             lines.append(("line", str(self.line)))
@@ -55,7 +43,7 @@ class Fault:
         if self.note:
             lines.append(("note", self.note))
         content = {
-            "step": step,
+            "step": self.step,
             "what": self.what,
             "where": self.where,
             "cause": self.cause,
@@ -68,4 +56,4 @@ class Fault:
             "note": self.note,
             **self.facts,
         }
-        return Message("fault", head, lines, content, all_ranks=self.all_ranks)
+        return Message("fault", self.head, lines, content, all_ranks=self.all_ranks)

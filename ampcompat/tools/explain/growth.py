@@ -9,52 +9,60 @@ from dataclasses import dataclass
 
 import torch
 
-from ampcompat.tools.core import Optimizer, ParamGroup, live_models, master_of
+from ampcompat.tools.core import Optimizer, ParamGroup, name_of
 
 #: Steps that are looked back on, and the growth in these that no healthy run has.
 STEPS, FAR = 10, 20.0
 #: Below it a weight has a usual size, however small it was before. Two layers multiply four numbers: their weights, and
 #: what goes into each. Where all are as large, a sum over 16 inputs leaves float16: 16 * 8 ** 4 is 65536.
 LARGE = 8.0
+#: Losses that are means of likelihoods or similarities end above it.
+LEAST_LOSS = -10.0
 
 
 @dataclass
 class Grown:
-    """Describe a weight that steps made many times larger.
+    """A weight that steps made many times larger."""
 
-    Attributes:
-        parameter: Qualified name, or "" where no live model has it.
-        before: Its largest magnitude some steps ago.
-        after: Its largest magnitude now.
-        times: How many times larger that is.
-        steps: How many steps were made in between.
-        lr: The highest learning rate of its group in these; None where that is not a number.
-    """
-
-    parameter: str
-    before: float
-    after: float
-    times: float
-    steps: int
-    lr: float | None
+    parameter: str  # qualified name, or "" where no live model has it
+    before: float  # its largest magnitude some steps ago
+    after: float  # and now
+    times: float  # how many times larger that is
+    steps: int  # that were made in between
+    lr: float | None  # the highest of its group in these; None where that is not a number
+    loss: float = 0.0  # the last that was finite
 
     @property
     def text(self) -> str:
         """As in "conv2.weight grew from 0.21 to 350 in 3 steps, at lr=50"."""
         name = self.parameter or "a weight"
         steps = f"{self.steps} step{'s' if self.steps > 1 else ''}"
-        rate = "" if self.lr is None else f", at lr={self.lr:g}"
-        return f"{name} grew from {self.before:.3g} to {self.after:.3g} in {steps}{rate}"
+        return f"{name} grew from {self.before:.3g} to {self.after:.3g} in {steps}{self._at_lr}"
 
     @property
     def cause(self) -> str:
         """As in "the growth of conv2.weight, at lr=50"."""
-        rate = "" if self.lr is None else f", at lr={self.lr:g}"
-        return f"the growth of {self.parameter or 'a weight'}{rate}"
+        if self.has_no_least_loss:
+            return "a loss that falls far below 0, with which the weights grow"
+        return f"the growth of {self.parameter or 'a weight'}{self._at_lr}"
+
+    @property
+    def has_no_least_loss(self) -> bool:
+        """Whether the weights grow since a loss far below 0 wants them larger, at any learning rate."""
+        return self.loss < LEAST_LOSS
+
+    @property
+    def _at_lr(self) -> str:
+        return "" if self.lr is None else f", at lr={self.lr:g}"
 
     @property
     def hint(self) -> str:
         """What stops it."""
+        if self.has_no_least_loss:
+            return (
+                f"a loss that has a least value: this one fell to {self.loss:g}, as with targets outside of [0, 1], or"
+                " with a wrong sign"
+            )
         if self.lr is not None and self.lr < 0:
             return "a learning rate that is not negative: look at what sets it, such as a scheduler past its end"
         than = "" if self.lr is None else f" than {self.lr:g}"
@@ -62,16 +70,11 @@ class Grown:
 
 
 class History:
-    """The sizes of the weights of one optimizer, before and after each of its last steps.
-
-    Attributes:
-        seen: The largest magnitudes, by the weights' ids.
-        rates: The learning rates of each step, by param group; None for one that is not a number.
-    """
+    """The sizes of the weights of one optimizer, before and after each of its last steps."""
 
     def __init__(self) -> None:
-        self.seen: deque[dict[int, float]] = deque(maxlen=STEPS + 1)
-        self.rates: deque[list[float | None]] = deque(maxlen=STEPS)
+        self.seen: deque[dict[int, float]] = deque(maxlen=STEPS + 1)  # the largest magnitudes, by the weights' ids
+        self.rates: deque[list[float | None]] = deque(maxlen=STEPS)  # of each step, by param group
 
     def begin(self, sizes: dict[int, float]) -> None:
         """Forget what was seen: something other than a step has written the weights."""
@@ -117,15 +120,3 @@ def _rate(group: ParamGroup) -> float | None:
     rate = group.get("lr")
     on_device = isinstance(rate, torch.Tensor) and rate.device.type != "cpu"  # not worth a host sync at each step
     return float(rate) if isinstance(rate, (int, float, torch.Tensor)) and not on_device else None
-
-
-def name_of(param: torch.Tensor) -> str:
-    """Qualified name of ``param``, or of the weight whose master it is, in the live models."""
-    master = master_of(param)
-    wanted = (param,) if master is None else (param, master.half)
-    models = live_models()
-    for model in models:
-        for name, held in model.named_parameters():
-            if any(held is one for one in wanted):
-                return f"{type(model).__name__}.{name}" if len(models) > 1 else name
-    return ""

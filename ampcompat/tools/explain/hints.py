@@ -7,21 +7,19 @@ made smaller, or computed in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ampcompat.tools.core import HALF_DTYPES, LEVELS
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.call import CAST_OPS
-from ampcompat.tools.explain.event import ARGUMENT, Event, Made
+from ampcompat.tools.explain.event import ARGUMENT, GIVEN, Event, Made
 from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.places import Place
 from ampcompat.tools.tensors import LARGEST, LEAST
-
-_Test = Callable[[Event], bool]
-_Table = tuple[tuple[_Test, str], ...]
 
 #: What a dispatcher op does to a zero.
 _DIVISIONS = ("div", "div_", "reciprocal", "rsqrt", "pow", "true_divide")
@@ -38,7 +36,6 @@ _BFLOAT16_LEVELS = "/".join(repr(name) for name, row in LEVELS.items() if row.ha
 BFLOAT16 = f"AMPCOMPAT_DTYPE=bfloat16 (or opt_level={_BFLOAT16_LEVELS}): bfloat16 reaches as far as float32"
 _SMALLER_INPUTS = "smaller inputs: normalize what goes into the model"
 _SMALLER_LOSS = "a smaller loss (a mean in place of a sum, a smaller factor on it)"
-#: For what came into a forward, or an op, from outside.
 _OF_GIVEN = {
     "input": "look at the data loader, or at what else computes it; skip or clean such batches",
     "buffer": "running statistics of a batch that was not finite, or an average: look at what writes it, and reset it",
@@ -48,53 +45,58 @@ _OF_GIVEN = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What a hint depends on beside the event.
+    """What a hint depends on beside the event."""
 
-    Attributes:
-        half: The half dtype in force, as in "float16"; "" where nothing is half.
-        casts_functions: Whether functions are cast, so that ``.float()`` before them is undone.
-        casts_weights: Whether weights are half.
-        scale: The loss scale of the backward pass.
-        dynamic: Whether an overflow brings it down.
-        origin: Where a parameter that is not finite may come from, in words.
-        growth: The weight that the last steps made many times larger, if any.
-        kept: Names of the modules that are kept in float32 already.
-    """
+    half: str  # the half dtype in force, as in "float16"; "" where nothing is half
+    casts_functions: bool  # so that ``.float()`` before them is undone
+    scale: float  # the loss scale of the backward pass
+    dynamic: bool  # whether an overflow brings it down
+    origin: str  # where a parameter that is not finite may come from, in words
+    growth: Grown | None  # the weight that the last steps made many times larger, if any
+    kept: list[str]  # names of the modules that are kept in float32 already
 
-    half: str
-    casts_functions: bool
-    casts_weights: bool
-    scale: float
-    dynamic: bool
-    origin: str
-    growth: Grown | None
-    kept: list[str]
+    @property
+    def casts_weights(self) -> bool:
+        """Whether weights are half, so that layers take half alone."""
+        return bool(self.half) and not self.casts_functions
 
 
 def hints(event: Event, setting: Setting) -> list[str]:
     """List what to do about ``event``, the cheapest cure first."""
-    if event.op == "parameter":
-        return _of_parameter(event, setting)
-    if event.op == "input" and event.dtype in HALF_DTYPES and setting.casts_functions and not event.is_nan:
-        return [_do_not_cast(event, setting), _SMALLER_INPUTS]
-    if event.op in _OF_GIVEN:
-        return [_OF_GIVEN[event.op]]
-    cures = _cures(event, setting)
+    if event.op in (*GIVEN, ARGUMENT):
+        return _of_given(event, setting)
+    cures = _of_result(event, setting)
     if setting.growth is None:
         return cures
     return [*cures, setting.growth.hint] if has_stable_form(event) else [setting.growth.hint, *cures]
 
 
-def _of_parameter(event: Event, setting: Setting) -> list[str]:
-    if event.value is None or not event.out_of_range:
+def _of_given(event: Event, setting: Setting) -> list[str]:
+    """For what came into a forward, or an op, from outside."""
+    if event.op == "parameter" and event.value is not None and event.out_of_range:
+        dtype = dtype_name(event.dtype)
+        larger = f"its float32 master is finite and reaches {event.value:.6g}: the cast to {dtype} lost it"
+        module = event.place.module.rpartition(".")[0] if event.place.module else ""
+        return [larger, *_keep_fp32(setting, module), *_bfloat16(setting)]
+    if event.op == "parameter":
         return [setting.origin]
-    dtype = dtype_name(event.dtype)
-    larger = f"its float32 master is finite and reaches {event.value:.6g}: the cast to {dtype} lost it"
-    module = event.place.module.rpartition(".")[0] if event.place.module else ""
-    return [larger, *_keep_fp32([module], setting), *_bfloat16(setting)]
+    if event.op == "buffer" and event.dtype in HALF_DTYPES and not event.is_nan:
+        return _of_half_buffer(event, setting)
+    is_half_input = event.op == "input" and event.dtype in HALF_DTYPES
+    if is_half_input and setting.casts_functions and not event.is_nan:
+        return [_do_not_cast(event, setting), _SMALLER_INPUTS]
+    return [_OF_GIVEN[event.op]]
 
 
-def _cures(event: Event, setting: Setting) -> list[str]:
+def _of_half_buffer(event: Event, setting: Setting) -> list[str]:
+    """For a buffer with inf: the fill of a mask that the cast lost, or a sum that has left the range since."""
+    if event.has_minus_inf:
+        dtype = dtype_name(event.dtype)
+        return [f"write -1e4 in place of its least number: amp.initialize cast it to {dtype}, where that is -inf"]
+    return [*_keep_fp32(setting, (event.place.module or "").rpartition(".")[0]), "a mean in place of a sum"]
+
+
+def _of_result(event: Event, setting: Setting) -> list[str]:
     mask = _mask(event)
     if mask is not None and event.is_undefined:
         return [f"write -1e4 in place of {mask:g}: a row in which everything is masked then stays finite"]
@@ -140,14 +142,18 @@ def _chains(event: Event) -> list[Made]:
 # -- what is too large for half ----------------------------------------------------------------------------------------
 def _too_large(event: Event, setting: Setting) -> list[str]:
     """For a result of the forward."""
-    if event.place.function in CAST_FUNCTIONS and _is_of_script(event):
-        here = _do_not_cast(event, setting) if setting.casts_functions else _cast_later(event)
-        return [here, *_bfloat16(setting)]
+    function = event.place.function
+    bfloat16 = _bfloat16(setting)
+    if function in CAST_FUNCTIONS and _is_of_script(event) and setting.casts_functions:
+        return [_do_not_cast(event, setting), *bfloat16]
+    if function in CAST_FUNCTIONS and _is_of_script(event):
+        reaches = "" if event.value is None else f"; here it reaches {event.value:.3g}"
+        return [f"cast it where it is small again: {function}() after what makes it smaller{reaches}", *bfloat16]
     if event.op == "_to_copy" and not event.made:
-        return [_SMALLER_INPUTS, *_in_float32(event, setting), *_bfloat16(setting)]
+        return [_SMALLER_INPUTS, *_in_float32(event, setting), *bfloat16]
     if event.op == "exp" and event.elements == 1:  # a learned temperature
-        return [".clamp(max=4.6) on what goes into exp: a factor of 100 at most, as in CLIP", *_bfloat16(setting)]
-    return [*_smaller_constant(event), *_in_float32(event, setting), *_bfloat16(setting)]
+        return [".clamp(max=4.6) on what goes into exp: a factor of 100 at most, as in CLIP", *bfloat16]
+    return [*_smaller_constant(event), *_in_float32(event, setting), *bfloat16]
 
 
 def _bfloat16(setting: Setting) -> list[str]:
@@ -155,13 +161,11 @@ def _bfloat16(setting: Setting) -> list[str]:
 
 
 def _do_not_cast(event: Event, setting: Setting) -> str:
-    cast = ".bfloat16()" if event.dtype == torch.bfloat16 else ".half()"
-    return f"do not call {cast} on it: casts of functions give {setting.half} to each that takes it"
+    return f"do not call {_cast_to(event.dtype)} on it: casts of functions give {setting.half} to each that takes it"
 
 
-def _cast_later(event: Event) -> str:
-    largest = "" if event.value is None else f"; here it reaches {event.value:.3g}"
-    return f"cast it where it is small again: {event.place.function}() after what makes it smaller{largest}"
+def _cast_to(dtype: torch.dtype) -> str:
+    return ".bfloat16()" if dtype == torch.bfloat16 else ".half()"
 
 
 def _smaller_constant(event: Event) -> list[str]:
@@ -188,8 +192,8 @@ def _too_large_backward(event: Event, setting: Setting) -> list[str]:
         return [dynamic, *_in_float32(event, setting)]
     fits = 2.0 ** math.floor(math.log2(LARGEST / plain)) if plain else setting.scale
     wait = (
-        f"wait: without the loss scale of {_plain(setting.scale)} the gradient is {plain:.3g}, and the scale is on its"
-        f" way down to {_plain(fits)}; amp.initialize(..., max_loss_scale={_plain(fits)}) starts there"
+        f"wait: without the loss scale of {in_digits(setting.scale)} the gradient is {plain:.3g}, and the scale is on"
+        f" its way down to {in_digits(fits)}; amp.initialize(..., max_loss_scale={in_digits(fits)}) starts there"
     )
     return [wait, _SMALLER_LOSS, *_in_float32(event, setting)]
 
@@ -204,8 +208,8 @@ def _larger_eps(event: Event) -> list[str]:
     ]
 
 
-def _plain(scale: float) -> str:
-    """``scale`` with all its digits."""
+def in_digits(scale: float) -> str:
+    """As in "16777216"."""
     return f"{scale:.0f}" if scale >= 1 else f"{scale:g}"
 
 
@@ -223,7 +227,7 @@ def _op_in_float32(event: Event, setting: Setting) -> list[str]:
     if not setting.half or not _is_of_script(event):
         return []
     wide = f"compute it in float32: .float() on what goes into {function or event.op}"
-    if setting.casts_weights:  # a layer with half weights takes half alone
+    if setting.casts_weights:
         short = ".half()" if setting.half == "float16" else ".bfloat16()"
         wide += f", and {short} on what comes of it, once that is small again, before a layer takes it"
     return [wide]
@@ -233,20 +237,13 @@ def _module_in_float32(event: Event, setting: Setting) -> list[str]:
     module = event.place.module
     if not module:
         return []
-    if _grows_from_layer_to_layer(event):
-        return _keep_fp32([f"{_layers_around(module)}.*"], setting)
+    layers = _layers_around(module)
+    if layers and not event.backward and _is_hardly_larger(event):
+        return _keep_fp32(setting, f"{layers}.*")
     if setting.casts_weights and not event.backward:
         # At the boundary the result becomes half again: what consumes it must be inside.
-        parent = module.rpartition(".")[0]
-        return _keep_fp32([parent], setting)
-    return _keep_fp32([module, *_consumer(event, setting)], setting)
-
-
-def _grows_from_layer_to_layer(event: Event) -> bool:
-    """Whether it is in one of numbered layers that were given what is nearly too large: so are the layers after it."""
-    if event.value is None or event.backward or not event.place.module or not _layers_around(event.place.module):
-        return False
-    return event.out_of_range and any(event.value <= 8 * made.largest for made in event.made)
+        return _keep_fp32(setting, module.rpartition(".")[0])
+    return _keep_fp32(setting, module, *_consumer(event, setting))
 
 
 def _layers_around(module: str) -> str:
@@ -254,6 +251,13 @@ def _layers_around(module: str) -> str:
     names = module.split(".")
     numbers = [place for place, name in enumerate(names) if name.isdecimal()]
     return ".".join(names[: numbers[0]]) if numbers else ""
+
+
+def _is_hardly_larger(event: Event) -> bool:
+    """Whether a layer was given what is nearly too large, so that the layers after it leave the range too."""
+    if event.value is None or not event.out_of_range:
+        return False
+    return any(event.value <= 8 * made.largest for made in event.made)
 
 
 def _consumer(event: Event, setting: Setting) -> list[str]:
@@ -265,7 +269,7 @@ def _consumer(event: Event, setting: Setting) -> list[str]:
     return [spread.module] if spread.module and spread.function in _CAST_TO_HALF else []
 
 
-def _keep_fp32(modules: Sequence[str], setting: Setting) -> list[str]:
+def _keep_fp32(setting: Setting, *modules: str) -> list[str]:
     """A hint, unless the modules are the model itself: at O0 all of it is float32."""
     if "" in modules:
         return []
@@ -284,12 +288,17 @@ def is_module_of_torch(place: Place) -> bool:
 
 
 # -- what float32 does not hold either, with the same inputs -----------------------------------------------------------
+class _Cure(NamedTuple):
+    """What to do about such a result."""
+
+    is_for: Callable[[Event], bool]
+    text: str
+    is_sure: bool = False  # whatever the precision of the inputs
+    is_stable_form: bool = False  # another function computes the same without the loss of range
+
+
 def _is_root(event: Event) -> bool:
     return event.backward and event.node.startswith(("Sqrt", "LinalgVectorNorm", "Norm", "Pow"))
-
-
-def _is_norm(event: Event) -> bool:
-    return event.backward and "norm" in event.place.function
 
 
 def _is_end_of_range(event: Event) -> bool:
@@ -301,106 +310,131 @@ def _is_written(event: Event) -> bool:
     return event.op == "lift_fresh" or not all(map(math.isfinite, event.scalars))
 
 
-def _is_logarithm(event: Event) -> bool:
-    return event.op.startswith("log") or event.place.function.startswith("log")
+def _is_logarithm(event: Event, of: str = "") -> bool:
+    is_logarithm = event.op.startswith("log") or event.place.function.startswith("log")
+    return is_logarithm and (not of or any(of in made.op for made in _chains(event)))
 
 
-def _is_logarithm_of(function: str) -> _Test:
-    return lambda event: _is_logarithm(event) and any(function in made.op for made in _chains(event))
-
-
-def _is_one_of(*ops: str) -> _Test:
-    return lambda event: event.op in ops
-
-
-def _is_infinite_quotient(event: Event) -> bool:
-    """Whether something other than 0 was divided by 0: with an eps it is as many times too large."""
-    return event.op.startswith(("div", "reciprocal")) and not event.backward and not event.is_nan
-
-
-def _is_of_nothing(*ops: str) -> _Test:
+def _is_nan_of(*ops: str) -> Callable[[Event], bool]:
     """Whether one of ``ops`` is NaN because there is too little to compute it from."""
     return lambda event: event.is_nan and not event.backward and event.op in ops
 
 
-#: Which events a row is for, and what it says. The first row that fits is told. These leave no doubt:
-_SURE: _Table = (
-    (
-        _is_of_nothing("std", "var", "std_mean", "var_mean"),
+#: The first row that is for an event is told.
+_UNDEFINED = (
+    _Cure(
+        _is_nan_of("std", "var", "std_mean", "var_mean"),
         "{op} of a single value is NaN: leave such a batch out (drop_last=True), or pass correction=0",
+        is_sure=True,
     ),
-    (
+    _Cure(
         lambda event: event.is_nan and not event.backward and event.is_of_nothing,
         "{op} of nothing is NaN: leave out a batch of which nothing is left, or sum and divide by max(count, 1)",
+        is_sure=True,
     ),
-    (_is_of_nothing("mean"), "the mean of nothing is NaN: leave out a batch of which nothing is left"),
-    (
-        _is_of_nothing("nll_loss_forward", "nll_loss2d_forward"),
+    _Cure(
+        _is_nan_of("mean"),
+        "the mean of nothing is NaN: leave out a batch of which nothing is left",
+        is_sure=True,
+    ),
+    _Cure(
+        _is_nan_of("nll_loss_forward", "nll_loss2d_forward"),
         "every label of this batch is ignore_index, or of weight 0: leave such a batch out, or divide a loss of"
         " reduction='sum' by max(count, 1)",
+        is_sure=True,
     ),
-    (
-        _is_one_of("_ctc_loss", "_cudnn_ctc_loss"),
+    _Cure(
+        lambda event: event.op in ("_ctc_loss", "_cudnn_ctc_loss"),
         "a target that is longer than its input has no alignment: zero_infinity=True, or leave such samples out",
+        is_sure=True,
     ),
-)
-_GRADIENT_OF_ROOT = "the gradient of {function} at 0 is not finite: add an eps inside, as in (... + 1e-6).sqrt()"
-_STABLE_FORMS: _Table = (
-    (
-        _is_logarithm_of("softmax"),
-        "F.log_softmax(x, dim) in place of log(softmax(x)), or F.cross_entropy, which takes logits",
+    _Cure(
+        lambda event: event.op == "pow" and event.is_nan,
+        "a root of a negative number is NaN: .clamp_min({eps}) on what goes into it (torch.where lets its gradient"
+        " through)",
     ),
-    (
-        _is_logarithm_of("sigmoid"),
-        "F.logsigmoid(x) in place of log(sigmoid(x)), or F.binary_cross_entropy_with_logits, which takes logits",
+    _Cure(
+        lambda event: _is_root(event) or (event.backward and "norm" in event.place.function),
+        "the gradient of {function} at 0 is not finite: add an eps inside, as in (... + 1e-6).sqrt()",
     ),
-)
-_UNDEFINED: _Table = (
-    (_is_root, _GRADIENT_OF_ROOT),
-    (_is_norm, _GRADIENT_OF_ROOT),
-    (
+    _Cure(
         _is_end_of_range,
         "the gradient of {function} at the end of its range is not finite: {inside} on what goes into it",
     ),
-    (_is_written, "this line writes a number that is not finite: look at where it comes from"),
-    *_STABLE_FORMS,
-    (_is_logarithm, "the logarithm of 0 (or of less): {wide}.clamp_min(1e-6) on what goes into it"),
-    (
+    _Cure(_is_written, "this line writes a number that is not finite: look at where it comes from"),
+    _Cure(
+        lambda event: _is_logarithm(event, of="softmax"),
+        "F.log_softmax(x, dim) in place of log(softmax(x)), or F.cross_entropy, which takes logits",
+        is_stable_form=True,
+    ),
+    _Cure(
+        lambda event: _is_logarithm(event, of="sigmoid"),
+        "F.logsigmoid(x) in place of log(sigmoid(x)), or F.binary_cross_entropy_with_logits, which takes logits",
+        is_stable_form=True,
+    ),
+    _Cure(_is_logarithm, "the logarithm of 0 (or of less): {wide}.clamp_min(1e-6) on what goes into it"),
+    _Cure(
         lambda event: event.is_by_number_zero,
         "a division by the number 0: look at what makes it, such as a count that nothing has counted",
     ),
-    (
-        _is_infinite_quotient,
+    _Cure(  # of something other than 0: with an eps it is as many times too large
+        lambda event: event.op.startswith(("div", "reciprocal")) and not event.backward and not event.is_nan,
         "a division by zero{zeros}: .clamp_min() on the denominator with what it is at least, as 1 for a count",
     ),
-    (_is_one_of(*_DIVISIONS), "a division by zero{zeros}: add an eps to the denominator, as in / (... + {eps})"),
-    (_is_one_of("sqrt", "rsqrt"), "the root of a negative number: clamp it at 0 before"),
-    (
-        _is_one_of("exp", "expm1", "sinh", "cosh"),
+    _Cure(
+        lambda event: event.op == "rsqrt" and event.is_nan,
+        "the root of a negative number: .clamp_min({eps}) on what goes into it",
+    ),
+    _Cure(
+        lambda event: event.op in _DIVISIONS and any(made.op == "sqrt" for made in _chains(event)),
+        "a division by zero{zeros}: add an eps under the root, as in / (... + {eps}).sqrt(), whose gradient is not"
+        " finite at 0 either",
+    ),
+    _Cure(
+        lambda event: event.op in _DIVISIONS,
+        "a division by zero{zeros}: add an eps to the denominator, as in / (... + {eps})",
+    ),
+    _Cure(
+        lambda event: event.op == "sqrt",
+        "the root of a negative number: clamp it at 0 before",
+    ),
+    _Cure(
+        lambda event: event.op in ("exp", "expm1", "sinh", "cosh"),
         "{op} of more than 88 is beyond float32 too: .clamp(max=20) on what goes into it; for a softmax, subtract the"
         " maximum",
     ),
-    (
+    _Cure(
+        lambda event: "batch_norm" in event.op and event.is_nan and not event.backward,
+        "running_var of this module is below 0: look at what loads or writes it, such as a damaged checkpoint",
+        is_sure=True,
+    ),
+    _Cure(
         lambda event: "softmax" in event.op,
         "a row of -inf alone (everything is masked): mask with -1e4 in place of -inf",
     ),
 )
 
 
+def _cure_of(event: Event) -> _Cure | None:
+    return next((cure for cure in _UNDEFINED if cure.is_for(event)), None)
+
+
 def _undefined(event: Event, setting: Setting) -> list[str]:
-    sure = _first(_SURE, event)
-    if sure:
-        return [sure.format(op=event.op)]
-    zeros = event.denominators
-    cure = _first(_UNDEFINED, event).format(
-        op=event.op,
-        function=event.place.function or "this",
-        wide=".float()" if event.dtype in HALF_DTYPES else "",
-        inside=".clamp_min(1.001)" if event.node.startswith("Acosh") else ".clamp(-0.999, 0.999)",
-        zeros=f" ({zeros} zero{'s' if zeros > 1 else ''})" if zeros else "",
-        eps="1e-3" if setting.half == "float16" else "1e-6",  # the gradient is multiplied by its reciprocal
-    )
-    found = [cure] if cure else []
+    found = []
+    cure = _cure_of(event)
+    if cure is not None:
+        count = event.denominators
+        text = cure.text.format(
+            op=event.op,
+            function=event.place.function or "this",
+            wide=".float()" if event.dtype in HALF_DTYPES else "",
+            inside=".clamp_min(1.001)" if event.node.startswith("Acosh") else ".clamp(-0.999, 0.999)",
+            zeros=f" ({count} zero{'s' if count > 1 else ''})" if count else "",
+            eps="1e-3" if setting.half == "float16" else "1e-6",  # the gradient is multiplied by its reciprocal
+        )
+        found.append(text)
+        if cure.is_sure:
+            return found
     was_half = event.dtype in HALF_DTYPES or any(made.op in CAST_OPS for made in _chains(event))
     if setting.half and was_half and not event.backward and not _is_written(event):
         found.append(
@@ -409,14 +443,10 @@ def _undefined(event: Event, setting: Setting) -> list[str]:
     return found
 
 
-def _first(table: _Table, event: Event) -> str:
-    """The text of the first row that is for ``event``; "" where none is."""
-    return next((text for is_for, text in table if is_for(event)), "")
-
-
 def has_stable_form(event: Event) -> bool:
     """Whether another function computes the same without the loss of range, whatever the weights are."""
-    return event.is_undefined and bool(_first(_STABLE_FORMS, event))
+    cure = _cure_of(event)
+    return event.is_undefined and cure is not None and cure.is_stable_form
 
 
 def is_singular(event: Event) -> bool:

@@ -1,40 +1,52 @@
-"""The steps that were lost: one row each, and what becomes of the rows whose cause is not known."""
+"""The steps that were lost, a row each, and every rule over these rows: what is a normal back-off, and what a fault.
+
+A dynamic loss scale begins too high, and tries higher ones later; it comes down in steps that are skipped.
+
+======================================================================  ==============================================
+a skipped step                                                          is
+======================================================================  ==============================================
+of an optimizer that no block has named                                 normal
+where overflows persist (:func:`overflows_persist`)                     a fault
+that was watched, with a gradient that a lower scale holds              held back, until overflows persist
+at a loss scale that a step was made at before                          not known: the next steps are watched
+otherwise: the scale falls                                              normal once a step is made, unless explained;
+                                                                        after every third in a row one step is watched
+======================================================================  ==============================================
+
+At the end of a run in which most steps were skipped, what was held back is a fault too, if nothing else was told.
+Otherwise what was held back is normal. Where nothing was told, and steps were only skipped, all of them are.
+"""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+#: What a skipped step is, while the loss scale comes down, and once a step was made after it.
+FALLING, NORMAL = "falling", "normal"
+#: The last steps that are looked at, and how many of them a back-off may skip. A scale that begins at 65536 is below 1
+#: after 17 skips.
+WINDOW, MOST_SKIPS = 20, 10
+#: After so many steps that were skipped in a row, one is watched.
+SKIPS_TO_A_WATCH = 3
 #: How far a step of a known cause may be from one that it explains.
 NEAR = 50
-#: What a skipped step has to do with the way of the loss scale down: the scale is on it, or has come to its end.
-FALLING, NORMAL = "falling", "normal"
 
 
 @dataclass
 class LostStep:
-    """A step that was skipped, or made with a loss, gradients or weights that are not finite.
+    """A step that was skipped, or made with a loss, gradients or weights that are not finite."""
 
-    Attributes:
-        what: What was not finite: "loss", "gradients" or "weights".
-        fault: The key of the fault that it was lost to; "" where that is not known.
-        was_watched: Whether the step was watched as it ran.
-        was_looked_into: Whether its cause was looked for.
-        back_off: :data:`FALLING` or :data:`NORMAL`, as ``backoff`` says; "" for a step that is no back-off.
-        number: Its number among the steps of all optimizers, from 1.
-        skipped: Whether it was skipped.
-        scale: What became of the loss scale, as in "came down to 128"; "" where nothing did.
-    """
-
-    what: str
-    fault: str = ""
-    was_watched: bool = False
-    was_looked_into: bool = True
-    back_off: str = ""
-    number: int = 0
+    what: str  # was not finite: "loss", "gradients" or "weights"
+    fault: str = ""  # the key of the fault that it was lost to; "" where that is not known
+    was_watched: bool = False  # as it ran
+    was_looked_into: bool = True  # otherwise nothing was left to look with
+    back_off: str = ""  # FALLING or NORMAL; "" where it is no back-off, or not known to be one
+    number: int = 0  # among the steps of all optimizers, from 1
     skipped: bool = False
-    scale: str = ""
+    scale: str = ""  # what became of the loss scale, as in "came down to 128"; "" where nothing did
+    of_loss: str = ""  # which scale that is, where there are several, as in "of loss 1 "
 
     @property
     def is_unknown(self) -> bool:
@@ -42,9 +54,58 @@ class LostStep:
         return not self.fault and self.back_off != NORMAL
 
 
-def has_found(lost: Sequence[LostStep], what: str) -> bool:
+# -- one optimizer: ``last`` are its last WINDOW steps, with None for those that were not lost -------------------------
+def overflows_persist(last: Collection[LostStep | None], scale: float) -> bool:
+    """Whether overflows persist as the scale falls; ``scale`` is what it has come down to."""
+    return scale < 1 or (len(last) == WINDOW and _skips(last) > MOST_SKIPS)
+
+
+def skipped_of(last: Collection[LostStep | None]) -> str:
+    """As in "11 of the last 14 steps"."""
+    return f"{_skips(last)} of the last {len(last)} steps"
+
+
+def _skips(last: Iterable[LostStep | None]) -> int:
+    return sum(row is not None and row.skipped for row in last)
+
+
+def falling(last: Iterable[LostStep | None]) -> list[LostStep]:
+    """The steps in which the scale has come down, if it still does."""
+    return [row for row in last if row is not None and row.back_off == FALLING]
+
+
+def end_fall(last: Iterable[LostStep | None]) -> None:
+    """Note that a step was made: the scale has come down, and that was all."""
+    for row in falling(last):
+        row.back_off = NORMAL
+
+
+def deny_fall(last: Iterable[LostStep | None]) -> None:
+    """Note that overflows persist: that was no way down to a scale that works."""
+    for row in falling(last):
+        row.back_off = ""
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+def has_found(lost: Iterable[LostStep], what: str) -> bool:
     """Whether the watch has shown why the ``what`` of a step was not finite."""
-    return any(one.what == what and one.was_watched and one.fault for one in lost)
+    return any(row.what == what and row.was_watched and row.fault for row in lost)
+
+
+def costs_more_than_back_off(fault: str, lost: Iterable[LostStep]) -> bool:
+    """Whether ``fault``, a key, has lost more steps than a back-off does."""
+    return sum(row.fault == fault for row in lost) > MOST_SKIPS
+
+
+def is_mostly_skipped(lost: Iterable[LostStep], steps: int) -> bool:
+    """Whether most of ``steps`` were skipped."""
+    return 2 * len({row.number for row in lost if row.skipped}) > steps
+
+
+def is_ordinary(lost: Sequence[LostStep], steps: int, is_anything_told: bool) -> bool:
+    """Whether an ordinary back-off is all that there was, on every rank."""
+    are_skips = bool(lost) and all(row.skipped for row in lost)
+    return are_skips and not is_anything_told and not is_mostly_skipped(lost, steps)
 
 
 def put_down(lost: Sequence[LostStep]) -> list[LostStep]:
@@ -52,24 +113,26 @@ def put_down(lost: Sequence[LostStep]) -> list[LostStep]:
 
     What the watch shows is likely to have lost the steps near it, too, that running a forward again did not explain.
     """
-    known: dict[str, list[LostStep]] = {}
-    watched: dict[str, list[LostStep]] = {}
-    for step in lost:
-        if step.fault and step.was_looked_into:
-            known.setdefault(step.what, []).append(step)
-        if step.fault and step.was_watched:
-            watched.setdefault(step.what, []).append(step)
+    known = _by_what(row for row in lost if row.fault and row.was_looked_into)
+    watched = _by_what(row for row in lost if row.fault and row.was_watched)
     found = []
-    for step in lost:
-        like = watched if step.was_looked_into else known
-        nearest = _nearest(step, like.get(step.what, []))
-        is_near = abs(nearest.number - step.number) <= NEAR or not step.was_looked_into
-        found.append(replace(step, fault=nearest.fault) if step.is_unknown and is_near else step)
+    for row in lost:
+        like = watched if row.was_looked_into else known
+        nearest = _nearest(row, like.get(row.what, []))
+        is_near = abs(nearest.number - row.number) <= NEAR or not row.was_looked_into
+        found.append(replace(row, fault=nearest.fault) if row.is_unknown and is_near else row)
     return found
 
 
-def _nearest(step: LostStep, others: list[LostStep]) -> LostStep:
-    """The one of ``others``, which are in order, that is nearest to ``step``; itself where there is none."""
-    at = bisect.bisect(others, step.number, key=lambda one: one.number)
+def _by_what(lost: Iterable[LostStep]) -> dict[str, list[LostStep]]:
+    found: dict[str, list[LostStep]] = {}
+    for row in lost:
+        found.setdefault(row.what, []).append(row)
+    return found
+
+
+def _nearest(row: LostStep, others: list[LostStep]) -> LostStep:
+    """The one of ``others``, which are in order, that is nearest to ``row``; itself where there is none."""
+    at = bisect.bisect(others, row.number, key=lambda one: one.number)
     around = others[max(at - 1, 0) : at + 1]
-    return min(around, key=lambda one: abs(one.number - step.number), default=step)
+    return min(around, key=lambda one: abs(one.number - row.number), default=row)

@@ -8,17 +8,11 @@ from ampcompat.tools.core import has_warned_of
 
 
 class Misuse(NamedTuple):
-    """A mistake.
+    """A mistake."""
 
-    Attributes:
-        cause: What it is, in a few words.
-        hint: What to do.
-        spoils_steps: Whether steps that it makes may spoil the weights.
-    """
-
-    cause: str
+    cause: str  # what it is, in a few words
     hint: str
-    spoils_steps: bool = True
+    spoils_steps: bool = True  # the steps that it makes may spoil the weights
 
 
 _EDITED = Misuse(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
-from ampcompat.tools.core import HALF_DTYPES, LEVELS, Optimizer, ParamGroup
+from ampcompat.tools.core import HALF_DTYPES, LEVELS, Optimizer, ParamGroup, optimizer_name
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.fault import Fault
 
@@ -19,20 +20,57 @@ _WITH_MASTERS = next(name for name, row in LEVELS.items() if row.master_weights)
 MASTERS = f"opt_level={_WITH_MASTERS!r}: its optimizer steps float32 masters"
 
 
-class Number(NamedTuple):
-    """A number of an optimizer that a dtype does not have.
+@dataclass(frozen=True)
+class Number:
+    """A number of an optimizer that the dtype of parameters which it steps does not have."""
 
-    Attributes:
-        group: The index of its param group.
-        name: As in "betas[1]".
-        dtype: The dtype.
-        fault: What is told of it.
-    """
-
-    group: int
-    name: str
+    optimizer: str  # its class
+    group: int  # the index of the param group
+    name: str  # as in "betas[1]"
+    value: float
     dtype: torch.dtype
-    fault: Fault
+    becomes: float  # in that dtype: 0, 1 or inf
+    parameters: int  # how many of the group have that dtype
+
+    @property
+    def text(self) -> str:
+        """As in "eps=1e-08 is 0 in float16"."""
+        return f"{self.name}={self.value:g} is {self.becomes:g} in {dtype_name(self.dtype)}"
+
+    @property
+    def fault(self) -> Fault:
+        """What is told of it."""
+        effect, hint = self._effect_and_hint()
+        return Fault(
+            what=f"{self.text}, the dtype of {self.parameters} of its parameters: {effect}",
+            where=f"group {self.group} of {self.optimizer}",
+            cause=self.text,
+            key=self.text,
+            head=f"{self.optimizer} has a number that the dtype of its parameters does not hold.",
+            number=self.value,
+            hints=[hint, MASTERS],
+            facts={
+                "optimizer": self.optimizer,
+                "group": self.group,
+                "name": self.name,
+                "dtype": dtype_name(self.dtype),
+            },
+        )
+
+    def _effect_and_hint(self) -> tuple[str, str]:
+        name = self.name.partition("[")[0]
+        if name == "eps":
+            return "0 / 0 where gradients are 0", f"pass eps=1e-4 to {self.optimizer}"
+        if self.becomes == 0:
+            return "it has no effect", f"leave {name} out, or pass {name}=1e-6 or more to {self.optimizer}"
+        if self.name == _DECAY:
+            hint = f"add the weight decay to the loss, or use {self.optimizer} with float32 parameters"
+            return "what it decays stays as it is", hint
+        if self.becomes == 1:
+            below_one = 1 - torch.finfo(self.dtype).eps / 2
+            hint = f"pass a smaller {self.name} to {self.optimizer}: at most {below_one:g}"
+            return "what it decays stays as it is", hint
+        return "what it multiplies is inf", f"pass a smaller {name} to {self.optimizer}"
 
 
 def not_representable(optimizer: Optimizer) -> list[Number]:
@@ -44,19 +82,17 @@ def not_representable(optimizer: Optimizer) -> list[Number]:
     if type(optimizer).__module__.startswith("ampcompat.optimizers"):
         return []
     found = []
-    name = optimizer_name(optimizer)
+    optimizer_class = optimizer_name(optimizer)
     for index, group in enumerate(optimizer.param_groups):
         if group.get("fused"):
             continue
         dtypes = [p.dtype for p in group["params"] if p.dtype in HALF_DTYPES]
         for dtype in dict.fromkeys(dtypes):
-            for label, value in _numbers(group, name):
+            for name, value in _numbers(group, optimizer_class):
                 becomes = torch.tensor(value, dtype=dtype, device="cpu").item()
-                if becomes != value and (becomes in (0, 1) or becomes == float("inf")):
-                    where = f"group {index} of {name}"
-                    fault = _fault(label, value, becomes, dtype, dtypes.count(dtype), where, name)
-                    fault.facts = {"optimizer": name, "group": index, "name": label, "dtype": dtype_name(dtype)}
-                    found.append(Number(index, label, dtype, fault))
+                if becomes != value and becomes in (0, 1, math.inf):
+                    count = dtypes.count(dtype)
+                    found.append(Number(optimizer_class, index, name, value, dtype, becomes, count))
     return found
 
 
@@ -72,34 +108,3 @@ def _numbers(group: ParamGroup, optimizer: str) -> Iterator[tuple[str, float]]:
     decoupled = "AdamW" in optimizer or group.get("decoupled_weight_decay")
     if decoupled and isinstance(rate, float) and isinstance(decay, float):
         yield _DECAY, 1 - rate * decay
-
-
-def _fault(
-    label: str, value: float, becomes: float, dtype: torch.dtype, count: int, where: str, optimizer: str
-) -> Fault:
-    """What is told of the number ``label``, which becomes another one in the ``dtype`` of ``count`` parameters."""
-    name = label.partition("[")[0]
-    if name == "eps":
-        effect = "0 / 0 where gradients are 0"
-        hint = f"pass eps=1e-4 to {optimizer}"
-    elif becomes == 0:
-        effect = "it has no effect"
-        hint = f"leave {name} out, or pass {name}=1e-6 or more to {optimizer}"
-    elif label == _DECAY:
-        effect = "what it decays stays as it is"
-        hint = f"add the weight decay to the loss, or use {optimizer} with float32 parameters"
-    elif becomes == 1:
-        effect = "what it decays stays as it is"
-        below_one = 1 - torch.finfo(dtype).eps / 2
-        hint = f"pass a smaller {label} to {optimizer}: at most {below_one:g}"
-    else:
-        effect = "what it multiplies is inf"
-        hint = f"pass a smaller {name} to {optimizer}"
-    text = f"{label}={value:g} is {becomes:g} in {dtype_name(dtype)}"
-    what = f"{text}, the dtype of {count} of its parameters: {effect}"
-    return Fault(what, where, cause=text, key=text, number=value, hints=[hint, MASTERS])
-
-
-def optimizer_name(optimizer: object) -> str:
-    """The class that steps: that of the optimizer inside, for a wrapper such as LARC."""
-    return type(getattr(optimizer, "optim", optimizer)).__name__

@@ -21,29 +21,34 @@ from ampcompat.tools.core import (
     Optimizer,
     count_of_scalers,
     has_old_gradients,
-    master_of,
+    optimizer_name,
     overflowed_scalers,
     rank,
     was_skipped,
 )
-from ampcompat.tools.explain.backoff import (
+from ampcompat.tools.explain.diagnosis import Case, Diagnosis
+from ampcompat.tools.explain.forwards import Forwards
+from ampcompat.tools.explain.lost import (
+    FALLING,
+    NORMAL,
     SKIPS_TO_A_WATCH,
+    LostStep,
     deny_fall,
     is_mostly_skipped,
     overflows_persist,
+    put_down,
     skipped_of,
 )
-from ampcompat.tools.explain.diagnosis import Case, Diagnosis
-from ampcompat.tools.explain.lost import FALLING, NORMAL, LostStep, put_down
 from ampcompat.tools.explain.messages import Message
 from ampcompat.tools.explain.misuse import warned
-from ampcompat.tools.explain.numbers import Number, not_representable, optimizer_name
+from ampcompat.tools.explain.numbers import not_representable
 from ampcompat.tools.explain.ranks import Ranks
-from ampcompat.tools.explain.search import Search
 from ampcompat.tools.explain.steps import BlockScale, Steps
 from ampcompat.tools.explain.telling import Telling
 from ampcompat.tools.explain.underflow import Underflow
 from ampcompat.tools.explain.verdict import Account, Verdict
+from ampcompat.tools.explain.watch import Watch
+from ampcompat.tools.explain.weights import lost_gradients
 from ampcompat.tools.frames import hide_tools
 from ampcompat.tools.tensors import is_finite
 
@@ -60,24 +65,18 @@ def _unseen(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class OverflowExplainer:
-    """Observer (see :mod:`ampcompat.amp.observers`) that explains lost steps.
-
-    Args:
-        limit: Different faults that are explained; more are only counted.
-        stop: Whether the script ends with the last of them.
-        json: Whether each message is a line of JSON.
-    """
+    """Observer (see :mod:`ampcompat.amp.observers`) that explains lost steps; takes what :class:`.Telling` takes."""
 
     def __init__(self, limit: int, stop: bool, json: bool) -> None:
-        self.search = Search()
-        self.watch = self.search.watch
+        self.watch = Watch()
+        self.forwards = Forwards()
         self.telling = Telling(limit, stop, json, self.watch.stop)
         self.ranks = Ranks()
         self.steps: weakref.WeakKeyDictionary[Optimizer, Steps] = weakref.WeakKeyDictionary()
-        self.diagnosis = Diagnosis(self.search, self.telling, self.steps)
-        self.blocks = 0  # that were begun
+        self.diagnosis = Diagnosis(self.watch, self.forwards, self.telling, self.steps)
+        self.blocks_begun = 0
         self.underflow: Underflow | None = None  # of the latest step, if its gradients were too small
-        self.block: BlockScale | None = None  # the one that is open
+        self.open_block: BlockScale | None = None
 
     # -- events ------------------------------------------------------------------------------------------------------
     @_unseen
@@ -87,12 +86,13 @@ class OverflowExplainer:
 
     @_unseen
     def on_forward(self, model: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
-        """Keep references to what the outermost forward gets."""
-        self.search.begin_forward(model, args, kwargs)
+        """Keep references to what it gets."""
+        self.watch.given_to(model, args, kwargs)
+        self.forwards.begin(model, args, kwargs, self.watch.is_on)
 
     def on_output(self, model: torch.nn.Module, output: object) -> None:
         """Keep what it has returned."""
-        self.search.end_forward(output)
+        self.forwards.end(output)
 
     @_unseen
     def on_scale_loss(self, loss: torch.Tensor, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
@@ -100,38 +100,39 @@ class OverflowExplainer:
 
         Another at the first block of an optimizer, and where something other than a step has written its weights.
         """
-        self.search.leave_forwards()
-        self.blocks += 1
-        self.block = BlockScale(scaler)
+        self.blocks_begun += 1
+        block = self.open_block = BlockScale(scaler)
         is_lost = not is_finite(loss)
         for one in optimizers:
-            self._steps_of(one).begin_block(one, self.block)
+            self._steps_of(one).begin_block(one, block)
         if all(steps.weights.are_finite for steps in self.steps.values()):
             self.diagnosis.spoiled.forget()
-        if is_lost and not self._is_lost(optimizers):
-            self._look_into_block(f"The loss of {{}} is {_number_in(loss)}.", "loss", optimizers, self.block, [loss])
+        if not is_lost:
+            self.diagnosis.last_loss = loss.detach()
+        elif not self._is_lost(optimizers):
+            self._look_into_block(f"The loss of {{}} is {_number_in(loss)}.", "loss", optimizers, block, [loss])
 
     @_unseen
     def on_gradients(self, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
         """Look at the gradients too at static scales: one host sync a block."""
-        block, self.block = self.block, None
+        block, self.open_block = self.open_block, None
         if not optimizers:
             self.watch.after_step(None)  # such a block is for the gradient of an input: no step follows
         if block is None or scaler.dynamic or self._is_lost(optimizers):
             return
-        grads = _lost_gradients(optimizers)
+        grads = lost_gradients(optimizers)
         if grads:
             self._look_into_block("A gradient of {} is not finite.", "gradients", optimizers, block, grads)
 
     def on_failure(self, error: Exception) -> None:
         """Leave no frame of the probe in the traceback, and no probe in the run."""
-        self.search.leave_forwards()
+        self.forwards.leave()
         self.watch.stop()
         hide_tools(error.__traceback__)
 
     @_unseen
     def before_step(self, optimizer: Optimizer) -> None:
-        """Look at weights that the script has written since the block: the step is not to answer for them."""
+        """Look at weights that the script has written since the block, so that the step is not blamed for them."""
         self._steps_of(optimizer).weights.look_at_written(optimizer)
 
     @_unseen
@@ -148,7 +149,7 @@ class OverflowExplainer:
             steps.lost = LostStep("gradients", back_off=NORMAL if steps.block is None else "")
         row = steps.lost
         if row is not None:
-            self.diagnosis.record(row, self.search.number, is_skipped)
+            self.diagnosis.record(row, is_skipped)
         steps.end(is_skipped)
         try:
             if not is_skipped:
@@ -157,7 +158,9 @@ class OverflowExplainer:
                 self._look_at_skipped_step(optimizer, steps, steps.block, row, is_known)
         finally:  # what is told may end the script, which may catch that
             steps.lost = None
-            self.search.after_step(optimizer)
+            self.diagnosis.number += 1
+            self.forwards.after_step()
+            self.watch.after_step(optimizer)
 
     # -- a step ------------------------------------------------------------------------------------------------------
     def _look_at_skipped_step(
@@ -169,10 +172,11 @@ class OverflowExplainer:
         scale = _scale_of(scaler)
         of_loss = f"of loss {scaler.loss_id} " if count_of_scalers(optimizer) > 1 else ""
         if overflowed:
-            row.scale = f"{of_loss}came down to {scale:g}"
+            row.scale, row.of_loss = f"came down to {scale:g}", of_loss
         if is_known:
             return  # for its loss, or a gradient
-        name = f"S{self._name_of_step(steps.seen, optimizer)[1:]}"
+        name = self._name_of_step(steps.seen, optimizer)
+        name = name[0].upper() + name[1:]
         if not overflowed and has_old_gradients(optimizer):
             head = f"{name} was skipped, though its own gradients did not overflow."
             self.diagnosis.tell_of_old_gradients(head, row, steps.seen, optimizer)
@@ -183,7 +187,7 @@ class OverflowExplainer:
             why = f", as {skipped_of(steps.last)}: gradients overflow although the scale {of_loss}is {scale:g}."
             deny_fall(steps.last)
         block = steps.last_blocks.get(scaler, block)
-        grads = _lost_gradients([optimizer])
+        grads = lost_gradients([optimizer])
         case = Case(f"{name} was skipped{why}", steps.seen, "gradients", [steps], block, grads, is_fault=persists)
         self._look_at_overflow(case, steps, row)
 
@@ -208,27 +212,28 @@ class OverflowExplainer:
         were_finite = steps.weights.are_finite
         written, self.underflow = steps.after(optimizer)
         if is_first:
-            self._tell_of_numbers(optimizer, steps.seen, [] if written is None else written.numbers)
+            self._tell_of_numbers(optimizer, steps.seen, [] if written is None else written.covers)
         if written is not None:
-            grads = _lost_gradients([optimizer])
-            event = self.watch.origin(grads)  # what the script did to gradients between block and step
+            grads = lost_gradients([optimizer])
+            event, _ = self.watch.find(grads)  # what the script did to gradients between block and step
             was_seen = event is not None and steps.block is not None
             row = steps.lost = LostStep("gradients" if was_seen else "weights", was_watched=was_seen)
-            self.diagnosis.record(row, self.search.number, is_skipped=False)
+            self.diagnosis.record(row, is_skipped=False)
             if event is not None and steps.block is not None:
                 head = f"A gradient of step {steps.seen} is not finite."
                 self.diagnosis.blame(event, Case(head, steps.seen, "gradients", [steps], steps.block, grads))
             else:
-                self.diagnosis.tell_of_written(written, row, steps.seen)
+                self.diagnosis.tell_of_written(written, row)
         if were_finite and not steps.weights.are_finite and steps.lost is not None:
-            self.diagnosis.spoiled.note(self.search.number, steps.lost.fault)
+            self.diagnosis.spoiled.note(self.diagnosis.number, steps.lost.fault)
 
-    def _tell_of_numbers(self, optimizer: Optimizer, step: int, told: Sequence[Number]) -> None:
+    def _tell_of_numbers(self, optimizer: Optimizer, step: int, told: Sequence[str]) -> None:
         """Tell of those that the parameters' dtype does not hold: they may cost nothing, and are not counted."""
         for number in not_representable(optimizer):
-            if number not in told:
-                head = f"{optimizer_name(optimizer)} has a number that the dtype of its parameters does not hold."
-                number.fault.message(head, step).emit(self.telling.json)
+            fault = number.fault
+            if fault.key not in told:
+                fault.step = step
+                fault.message().emit(self.telling.json)
 
     # -- the optimizers of a block -----------------------------------------------------------------------------------
     def _steps_of(self, optimizer: Optimizer) -> Steps:
@@ -250,7 +255,7 @@ class OverflowExplainer:
         self, head: str, what: str, optimizers: Sequence[Optimizer], block: BlockScale, tensors: list[torch.Tensor]
     ) -> None:
         """Look into the step to come, which a block has lost; ``head`` has a gap for its name."""
-        number = max([self._steps_of(one).seen for one in optimizers], default=self.search.steps) + 1
+        number = max([self._steps_of(one).seen for one in optimizers], default=self.diagnosis.number - 1) + 1
         name = self._name_of_step(number, optimizers[0] if optimizers else None)
         all_steps = [self._steps_of(one) for one in optimizers]
         for steps in all_steps:
@@ -260,31 +265,30 @@ class OverflowExplainer:
     # -- the end -----------------------------------------------------------------------------------------------------
     def last_words(self) -> list[Message]:
         """What is to be told when the run ends: the verdict, and before it what was held back without need."""
-        if self.search.steps == 0 and self.blocks:
-            blocks = f"{self.blocks} scale_loss block{'s were' if self.blocks > 1 else ' was'}"
-            return [Message("verdict", f"no step was made: {blocks} followed by no optimizer.step().")]
-        if self.search.steps == 0:
+        steps = self.diagnosis.number - 1
+        if steps == 0 and not self.blocks_begun:
             return []
+        if steps == 0:
+            blocks = f"{self.blocks_begun} scale_loss block{'s were' if self.blocks_begun > 1 else ' was'}"
+            return [Message("verdict", f"no step was made: {blocks} followed by no optimizer.step().")]
         messages = []
-        are_most_skipped = is_mostly_skipped(self.diagnosis.lost, self.search.steps)
-        if are_most_skipped and self.telling.untold and not self.telling.told:
-            latest = self.telling.untold[-1]
+        are_most_skipped = is_mostly_skipped(self.diagnosis.lost, steps)
+        if are_most_skipped and self.telling.held and not self.telling.told:
+            latest = self.telling.held[-1]
             latest.is_told = True
-            messages.append(latest.fault.message(latest.head, latest.step))
+            messages.append(latest.message())
         own = Account(
             rank=rank(),
-            steps=self.search.steps,
+            steps=steps,
             lost=put_down(self.diagnosis.lost),
-            told={one.fault.key: one.fault.cause for one in self.telling.told},
+            told={fault.key: fault.cause for fault in self.telling.told},
             has_told_unknown=self.telling.has_told_unknown,
             weights_lost_at=self.diagnosis.spoiled.since,
             warned=warned(),
-            underflow="" if self.underflow is None else str(self.underflow),
+            underflow=self.underflow,
         )
         verdict = Verdict(self.ranks.gather(own), self.ranks.count)
-        underflow = None if self.underflow is None else self.underflow._asdict()
-        content = {**verdict.as_dict(), "underflow": underflow}
-        return [*messages, Message("verdict", str(verdict), content=content)]
+        return [*messages, Message("verdict", str(verdict), content=verdict.as_dict())]
 
 
 def _number_in(loss: torch.Tensor) -> str:
@@ -296,16 +300,3 @@ def _number_in(loss: torch.Tensor) -> str:
 def _scale_of(scaler: LossScaler) -> float:
     """A host sync where the scale is on a device."""
     return float(scaler.loss_scale())
-
-
-def _lost_gradients(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
-    """The gradients that are not finite; those of half weights, where these have any, before those of their masters."""
-    found = []
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                master = master_of(param)
-                halves = [] if master is None else [master.half]
-                grads = [one.grad for one in (*halves, param) if one.grad is not None]
-                found += [grad for grad in grads if not is_finite(grad)]
-    return found

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
-from ampcompat.tools.core import HALF_DTYPES, LEVELS, kept_in_float32, latest_call
+from ampcompat.tools.core import HALF_DTYPES, LEVELS, LossScaler, kept_in_float32, latest_call
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.call import CAST_OPS
 from ampcompat.tools.explain.event import ARGUMENT, GIVEN, Event
@@ -17,6 +18,7 @@ from ampcompat.tools.explain.hints import (
     Setting,
     has_stable_form,
     hints,
+    in_digits,
     is_module_of_torch,
     is_singular,
 )
@@ -30,31 +32,42 @@ GRADIENTS = "gradients"
 _CASTS = ("", *CAST_FUNCTIONS, *CAST_OPS)
 
 
-def op_fault(event: Event, scale: float, dynamic: bool, origin: str, growth: Grown | None) -> Fault:
-    """Describe what was born not finite. Any rank tells it: no other knows its batch.
+def setting_of(scaler: LossScaler, scale: float, origin: str, growth: Grown | None) -> Setting:
+    """What a fault depends on beside the event, at the ``scale`` that ``scaler`` had."""
+    latest = latest_call()
+    half = ""
+    casts_functions = False
+    if latest is not None and latest.half_dtype is not None:
+        half = dtype_name(latest.half_dtype)
+        casts_functions = LEVELS[latest.opt_level].patch_torch_functions
+    return Setting(
+        half=half,
+        casts_functions=casts_functions,
+        scale=scale,
+        dynamic=scaler.dynamic,
+        origin=origin,
+        growth=growth,
+        kept=kept_in_float32(),
+    )
 
-    Args:
-        event: What was born.
-        scale: The loss scale of the backward pass.
-        dynamic: Whether an overflow brings it down.
-        origin: Where a parameter that is not finite may come from, in words.
-        growth: The weight that the last steps made many times larger, if any.
-    """
-    if event.op in (*GIVEN, ARGUMENT) or (is_singular(event) and not has_stable_form(event)):
-        growth = None
+
+def op_fault(event: Event, setting: Setting) -> Fault:
+    """Describe what was born not finite. Any rank tells it: no other knows its batch."""
     may_be_of_weights = event.op not in ("input", "buffer", ARGUMENT) and not is_singular(event)
+    is_static = event.depends_on_scale and not setting.dynamic and setting.scale > 1
     misuse = spoiling_misuse() if may_be_of_weights else None
+    is_of_size = event.op not in (*GIVEN, ARGUMENT) and (has_stable_form(event) or not is_singular(event))
+    if misuse is not None or not is_of_size:  # a misuse makes weights grow itself
+        setting = replace(setting, growth=None)
+    growth = setting.growth
+    cause = _cause(event)
+    key = _key(event)
     if misuse is not None:
-        growth = None  # such steps are longer than the script means
         key = cause = misuse.cause
-        cures = [misuse.hint]
-    else:
-        cures = hints(event, _setting(scale, dynamic, origin, growth))
-        if growth is not None and not has_stable_form(event):
-            key = cause = growth.cause
-        else:
-            cause = _cause(event)
-            key = _key(event)
+    elif growth is not None and not has_stable_form(event):
+        key = cause = growth.cause
+    elif is_static and not _is_too_large_unscaled(event, setting.scale):
+        cause = f"the loss scale of {in_digits(setting.scale)}, which is too high for {cause}"
     passed = "backward" if event.backward else "forward"
     details = [("pass", passed), ("value" if event.is_nan else "largest", _largest(event))]
     if event.spread is not None and event.spread != event.place:
@@ -68,7 +81,7 @@ def op_fault(event: Event, scale: float, dynamic: bool, origin: str, growth: Gro
         line=event.place.line,
         details=details,
         growth=growth,
-        hints=cures,
+        hints=hints(event, setting) if misuse is None else [misuse.hint],
         facts={
             "op": event.op,
             "module": event.place.module,
@@ -78,7 +91,7 @@ def op_fault(event: Event, scale: float, dynamic: bool, origin: str, growth: Gro
             "elements": event.elements,
         },
         all_ranks=True,
-        is_too_large=growth is None and _is_too_large_unscaled(event, scale),
+        is_too_large=growth is None and _is_too_large_unscaled(event, setting.scale),
     )
 
 
@@ -87,7 +100,9 @@ def _key(event: Event) -> str:
         return GRADIENTS
     place = event.place
     if is_module_of_torch(place):
-        place = place._replace(line=None)  # that which has called the model
+        place = place._replace(line=None)  # it is the line that has called the model
+    elif place.line is not None:
+        place = place._replace(module=None)  # each of the layers that share this line may have its turn
     return str((event.op, place, event.backward))
 
 
@@ -121,22 +136,6 @@ def _name(event: Event) -> str:
     if function in _CASTS and event.place.module == "":
         return "a gradient that the code after the model made"
     return "a gradient" if function in _CASTS else f"the backward of {function}"
-
-
-def _setting(scale: float, dynamic: bool, origin: str, growth: Grown | None) -> Setting:
-    latest = latest_call()
-    half_dtype = None if latest is None else latest.half_dtype
-    level = None if latest is None or half_dtype is None else LEVELS.get(latest.opt_level)
-    return Setting(
-        half="" if half_dtype is None else dtype_name(half_dtype),
-        casts_functions=level is not None and level.patch_torch_functions,
-        casts_weights=level is not None and not level.patch_torch_functions,
-        scale=scale,
-        dynamic=dynamic,
-        origin=origin,
-        growth=growth,
-        kept=kept_in_float32(),
-    )
 
 
 def _what(event: Event) -> str:

@@ -22,21 +22,14 @@ R = TypeVar("R")
 
 
 class Place(NamedTuple):
-    """A place in the user's program.
+    """A place in the user's program."""
 
-    Attributes:
-        module: Qualified name of the innermost module; "" for the model itself or one of no model, None outside of any.
-        kind: Its class name.
-        function: The torch function or tensor method that was called, as in "softmax".
-        line: The script's line; None where nothing but torch's own code ran below the model.
-        model: Class name of the model that the module is a part of; "" where amp was given none.
-    """
-
+    #: Qualified name of the innermost module; "" for the model itself or one of no model, None outside of any.
     module: str | None
-    kind: str
-    function: str
-    line: ScriptLine | None
-    model: str = ""
+    kind: str  # its class name
+    function: str  # the torch function or tensor method that was called, as in "softmax"
+    line: ScriptLine | None  # the script's; None where nothing but torch's own code ran below the model
+    model: str = ""  # class name of the model that the module is a part of; "" where amp was given none
 
 
 NOWHERE = Place(None, "", "", None)

@@ -31,10 +31,10 @@ SHOWN_ROWS = 8
 
 
 class Later(NamedTuple):
-    """A second birth in one tensor: of ``event`` are those of its values that are lost and were not lost ``before``."""
+    """A second birth in one tensor."""
 
     event: Event
-    before: torch.Tensor
+    before: torch.Tensor  # where values were lost already
 
 
 class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -42,20 +42,17 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         places: Knows where ops come from; entered around the probe.
-
-    Attributes:
-        events: What was born, in order.
-        came_in: Those of them that came into a forward with its input.
     """
 
     def __init__(self, places: Places) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.places = places
+        self.events: list[Event] = []  # what was born, in order
+        self.came_in: list[Event] = []  # those of them that came into a forward with its input
+        # By storage: where what is not finite in it was born, what was born there later, and how it was made.
         self.origins: dict[int, Event] = {}
         self.later: dict[int, Later] = {}
         self.made: dict[int, Made] = {}
-        self.events: list[Event] = []
-        self.came_in: list[Event] = []
         self._reduced: set[int] = set()  # what other ranks write into, some time after the collective was called
         self._is_paused = False
         self._process = os.getpid()  # the copies that a data loader forks are not looked at
@@ -85,7 +82,9 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if origin is None:
                     master = master_of(tensor)
                     value = largest(tensor if master is None else master.value)
-                    self._born(tensor, op, Place(name, "", "", None, kind), value, rows=_rows(tensor))
+                    place = Place(name, "", "", None, kind)
+                    has_minus_inf = bool((tensor == -torch.inf).any())
+                    self._born(tensor, op, place, value, rows=_rows(tensor), has_minus_inf=has_minus_inf)
                 elif op == "input":
                     self.came_in.append(origin)
 
@@ -135,19 +134,23 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = self._made(call, out, sources)
         if not is_view:
             self.made[storage(out)] = made
-        node = _torch.current_node()
         if made.largest < float("inf"):
             if not is_view and covers_storage(out):
                 self.origins.pop(storage(out), None)
             return
         origin = self._origin_of(call, out if is_written else None)
-        if origin is not None and node is not None:
-            origin = self._reaching(call, out, origin, made)
-        if origin is not None:
-            if origin.spread is None and not origin.is_nan and bool(torch.isnan(out).any()):
-                origin.spread = made.place
-            self.origins[storage(out)] = origin
+        if origin is None:
+            self._born_of(call, out, made, sources)
             return
+        if _torch.current_node() is not None:
+            origin = self._reaching(call, out, origin, made)
+        if origin.spread is None and not origin.is_nan and bool(torch.isnan(out).any()):
+            origin.spread = made.place
+        self.origins[storage(out)] = origin
+
+    def _born_of(self, call: Call, out: torch.Tensor, made: Made, sources: list[Made]) -> None:
+        """Note that an op gave ``out`` from finite inputs."""
+        node = _torch.current_node()
         last = call.inputs[-1] if call.inputs else out
         is_cast_by_amp = call.name == "_to_copy" and is_called_by_amp(sys._getframe())
         self._born(
@@ -180,30 +183,33 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return event
 
     def _reaching(self, call: Call, out: torch.Tensor, origin: Event, made: Made) -> Event:
-        """What has reached ``out``: ``origin``, or a later birth in the same tensor, where a mask has taken the first.
+        """What has reached ``out`` in a backward: ``origin``, or a later birth, where a mask has taken the first.
 
         A ReLU masks the infinite gradients of what it has set to 0; others may have overflowed in a cast on the way.
         """
-        key = storage(out)
-        self.later.pop(key, None)
-        sources = (t for t in call.inputs if t is not out and t.shape == out.shape)
-        source = next((t for t in sources if self.origins.get(storage(t)) is origin), None)
+        self.later.pop(storage(out), None)
+        alike = (t for t in call.inputs if t is not out and t.shape == out.shape)
+        source = next((t for t in alike if self.origins.get(storage(t)) is origin), None)
         if source is None:
             return origin
-        lost = ~torch.isfinite(out)
-        later = self.later.get(storage(source))
-        if later is not None and later.before.shape == lost.shape:
-            if not bool((lost & later.before).any()):
-                return later.event
-            self.later[key] = later
+        later = self.later.get(storage(source)) or self._later_in(call, out, source, made)
+        if later is None or later.before.shape != out.shape:
             return origin
-        was_lost = ~torch.isfinite(source)
-        is_new = lost & ~was_lost
-        if call.name in CAST_OPS and bool(is_new.any()):
-            event = self._born(out, call.name, made.place, largest(source[is_new]))
-            event.not_finite = int(is_new.sum())
-            self.later[key] = Later(event, was_lost)
+        is_first_there = bool((later.before & ~torch.isfinite(out)).any())
+        if not is_first_there:
+            return later.event
+        self.later[storage(out)] = later
         return origin
+
+    def _later_in(self, call: Call, out: torch.Tensor, source: torch.Tensor, made: Made) -> Later | None:
+        """Note what a cast of ``source``, some of whose values are lost already, has lost besides."""
+        was_lost = ~torch.isfinite(source)
+        is_new = ~torch.isfinite(out) & ~was_lost
+        if call.name not in CAST_OPS or not bool(is_new.any()):
+            return None
+        event = self._born(out, call.name, made.place, largest(source[is_new]))
+        event.not_finite = int(is_new.sum())
+        return Later(event, was_lost)
 
     def _made(self, call: Call, out: torch.Tensor, sources: list[Made]) -> Made:
         scalars = tuple(number for number in call.numbers if number not in (0, 1))
@@ -217,7 +223,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # What other ranks have written into it since the collective was called came before this op.
         read = [tensor for tensor in call.inputs if tensor is not written or storage(tensor) in self._reduced]
         known = self.origin(read)
-        argument = self._unknown_argument(call, read)
+        argument = self._unknown_argument(call, read)  # noted in any case: the watch may prefer it
         return argument if known is None else known
 
     def _unknown_argument(self, call: Call, read: list[torch.Tensor]) -> Event | None:
@@ -227,9 +233,10 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if unknown is None:
             return None
         place = self.places.here()
-        op = UNSEEN if is_called_by_amp(sys._getframe()) else ARGUMENT
         if storage(unknown) in self._reduced:
             op = COLLECTIVE
+        else:
+            op = UNSEEN if is_called_by_amp(sys._getframe()) else ARGUMENT
         return self._born(
             unknown,
             op,

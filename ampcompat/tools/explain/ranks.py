@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from ampcompat import _torch
-from ampcompat.tools.core import rank
+from ampcompat.tools.core import rank, world_size
 from ampcompat.tools.explain.verdict import Account
 
 #: How long rank 0 waits for the others to end.
@@ -23,15 +22,10 @@ PATIENCE = timedelta(seconds=10)
 
 
 class Ranks:
-    """The ranks of a run: this one, until its process group is seen.
-
-    Attributes:
-        count: How many there are.
-    """
+    """The ranks of a run: this one, until its process group is seen."""
 
     def __init__(self) -> None:
-        word = os.environ.get("WORLD_SIZE", "")
-        self.count = int(word) if word.isdecimal() else 1
+        self.count = world_size()
         self._store: Any = None
         self._rank = rank()
 
@@ -41,10 +35,10 @@ class Ranks:
         return self._rank == 0
 
     def look(self) -> None:
-        """Keep the store of the process group, if there is a group by now."""
+        """Keep the store of the process group, if there is a group."""
         distributed = torch.distributed
         if self._store is None and distributed.is_available() and distributed.is_initialized():
-            self.count = distributed.get_world_size()
+            self.count = world_size()
             self._rank = rank()
             self._store = _torch.store_for("ampcompat explain")
 

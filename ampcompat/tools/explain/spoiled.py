@@ -8,16 +8,11 @@ from ampcompat.tools.tensors import is_finite
 
 
 class SpoiledWeights:
-    """What is known of weights that are not finite.
-
-    Attributes:
-        since: The step that left them, among those of all optimizers; 0 where none is known.
-        by: The key of the fault that this step was lost to; "" where that is not known.
-    """
+    """What is known of weights that are not finite."""
 
     def __init__(self) -> None:
-        self.since = 0
-        self.by = ""
+        self.since = 0  # the step that left them, among those of all optimizers; 0 where none is known
+        self.by = ""  # the key of the fault that this step was lost to; "" where that is not known
         self._has_seen_initialize = False
         self._before: set[tuple[str, str]] = set()  # models and weights that were not finite at initialize
 

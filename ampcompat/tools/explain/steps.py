@@ -5,20 +5,16 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from ampcompat.tools.core import LossScaler, Optimizer, numbers_of
-from ampcompat.tools.explain.backoff import WINDOW, end_fall
-from ampcompat.tools.explain.lost import LostStep
-from ampcompat.tools.explain.underflow import Underflow, gradients_of, underflow
-from ampcompat.tools.explain.weights import Weights
-from ampcompat.tools.explain.written import Written, first_written
+from ampcompat.tools.core import LossScaler, Optimizer, numbers_of, scale_and_passes
+from ampcompat.tools.explain.fault import Fault
+from ampcompat.tools.explain.lost import WINDOW, LostStep, end_fall
+from ampcompat.tools.explain.underflow import Underflow, underflow
+from ampcompat.tools.explain.weights import Weights, gradients_of
+from ampcompat.tools.explain.written import first_written
 
 
 class BlockScale:
-    """The loss scale of one block of ``scale_loss``.
-
-    Args:
-        scaler: Its loss scaler.
-    """
+    """The loss scale of one block of ``scale_loss``, and its scaler."""
 
     def __init__(self, scaler: LossScaler) -> None:
         self.scaler = scaler
@@ -27,29 +23,20 @@ class BlockScale:
     @property
     def scale(self) -> float:
         """The loss scale that it began with."""
-        numbers = self._numbers
-        return (numbers if isinstance(numbers, tuple) else numbers.read())[0]
+        scale, _ = scale_and_passes(self._numbers)
+        return scale
 
 
 class Steps:
-    """The steps of one optimizer.
-
-    Attributes:
-        seen: How many there were.
-        made: The number of the last that was not skipped; 0 before.
-        lost: The row of the step to come, if that is known to be lost.
-        last: The rows of the last steps, None for one that was not lost; for ``backoff``.
-        block: The last block; None before the first.
-        last_blocks: Those since the step before, by their scalers.
-        weights: Its weights.
-    """
+    """The steps of one optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.seen = self.made = 0
-        self.lost: LostStep | None = None
-        self.last: deque[LostStep | None] = deque(maxlen=WINDOW)
-        self.block: BlockScale | None = None
-        self.last_blocks: dict[LossScaler, BlockScale] = {}
+        self.seen = 0  # how many there were
+        self.made = 0  # the number of the last that was not skipped
+        self.lost: LostStep | None = None  # the step to come, if that is known to be lost
+        self.last: deque[LostStep | None] = deque(maxlen=WINDOW)  # None for a step that was not lost
+        self.block: BlockScale | None = None  # the last
+        self.last_blocks: dict[LossScaler, BlockScale] = {}  # since the step before
         self.weights = Weights(optimizer)
         self._has_stepped = False
         self._made_at: dict[LossScaler, float] = {}  # the highest scales of steps that were made
@@ -85,15 +72,15 @@ class Steps:
         return self.seen - self.made
 
     def has_been_made_at(self, scaler: LossScaler) -> bool:
-        """Whether a step was made at a loss scale as high as that of the last block of ``scaler``."""
+        """Whether a step was made at the loss scale of the last block of ``scaler``, or at a higher one."""
         block = self.last_blocks.get(scaler)
         return block is not None and block.scale <= self._made_at.get(scaler, 0.0)
 
-    def after(self, optimizer: Optimizer) -> tuple[Written | None, Underflow | None]:
+    def after(self, optimizer: Optimizer) -> tuple[Fault | None, Underflow | None]:
         """Look at what a step that was made has written, and at its gradients.
 
         Returns:
-            The weight or state that it has left not finite, and gradients that were too small.
+            The fault of a weight or state that it has left not finite, and gradients that were too small.
         """
         self.made = self.seen
         were_finite = self.weights.are_finite

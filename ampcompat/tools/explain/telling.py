@@ -6,27 +6,9 @@ A gradient that a lower loss scale may hold is no fault yet: its explanation wai
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.messages import Message
-
-
-@dataclass
-class Explanation:
-    """A fault that was found.
-
-    Attributes:
-        fault: The fault.
-        head: What it has cost, as in "The loss of step 3 is nan.".
-        step: The number of that step.
-        is_told: Whether it is known to be a fault: it was told, or counted where enough was told before.
-    """
-
-    fault: Fault
-    head: str
-    step: int
-    is_told: bool = False
 
 
 class Telling:
@@ -37,45 +19,46 @@ class Telling:
         stop: Whether the script ends with the last of them.
         json: Whether each message is a line of JSON.
         before_end: Called before the script ends.
-
-    Attributes:
-        left: How many may still be explained.
-        found: The explanations by the keys of their faults, the latest last.
-        has_told_unknown: Whether it was told that a cause was not found.
     """
 
     def __init__(self, limit: int, stop: bool, json: bool, before_end: Callable[[], None]) -> None:
         self.limit, self.stop, self.json = limit, stop, json
         self._before_end = before_end
-        self.left = limit
-        self.found: dict[str, Explanation] = {}
-        self.has_told_unknown = False
+        self.left = limit  # how many may still be explained
+        self.found: dict[str, Fault] = {}  # by their keys, the latest last
+        self.has_told_unknown = False  # that a cause was not found
 
     @property
-    def told(self) -> list[Explanation]:
+    def told(self) -> list[Fault]:
         """Those that were told."""
-        return [one for one in self.found.values() if one.is_told]
+        return [fault for fault in self.found.values() if fault.is_told]
 
     @property
-    def untold(self) -> list[Explanation]:
+    def held(self) -> list[Fault]:
         """Those that may be gone at a lower loss scale."""
-        return [one for one in self.found.values() if not one.is_told]
+        return [fault for fault in self.found.values() if not fault.is_told]
 
     def is_told(self, key: str) -> bool:
         """Whether the fault of ``key`` was told."""
         return key in self.found and self.found[key].is_told
 
-    def hold(self, fault: Fault, head: str, step: int) -> None:
+    def hold(self, fault: Fault) -> None:
         """Keep the explanation of what may be gone at a lower loss scale, in place of an earlier one."""
         self.found.pop(fault.key, None)
-        self.found[fault.key] = Explanation(fault, head, step)
+        self.found[fault.key] = fault
 
-    def tell(self, fault: Fault, head: str, step: int) -> None:
-        """Tell of a fault, unless it was told already or enough was told."""
-        if not self.is_told(fault.key):
-            self.hold(fault, head, step)
-            self.found[fault.key].is_told = True
-            self._explain(fault.message(head, step))
+    def tell(self, fault: Fault) -> None:
+        """Tell of a fault, unless it was told already or enough was told; the last may end the script."""
+        if self.is_told(fault.key):
+            return
+        self.hold(fault)
+        fault.is_told = True
+        if self.left == 0:
+            return
+        fault.message().emit(self.json)
+        self.left -= 1
+        if self.left == 0:
+            self._end()
 
     def tell_unknown(self, head: str, step: int) -> None:
         """Tell, once, that a cause was not found."""
@@ -83,14 +66,7 @@ class Telling:
             self.has_told_unknown = True
             Message("unknown", head, content={"step": step}).emit(self.json)
 
-    def _explain(self, message: Message) -> None:
-        """Write an explanation, if there are any left; after the last, end the script if that was asked for."""
-        if self.left == 0:
-            return
-        message.emit(self.json)
-        self.left -= 1
-        if self.left > 0:
-            return
+    def _end(self) -> None:
         if not self.stop:
             hint = "that was the last explanation; --explain=N, or amp.explain_overflows(limit=N), sets how many."
             Message("note", hint).emit(self.json)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
-from ampcompat.tools.core import Optimizer, latest_call
-from ampcompat.tools.explain.written import params_of
+from ampcompat.tools.core import Optimizer
+from ampcompat.tools.explain.weights import gradients_of
 
 #: Below it, the largest gradient times the loss scale leaves next to nothing above float16's least number, 2 ** -24.
 SMALL = 2.0**-12
@@ -16,19 +14,12 @@ LEAST_SHARE = 0.1
 
 
 class Underflow(NamedTuple):
-    """A step whose gradients were too small for float16.
-
-    Attributes:
-        step: Its number.
-        share: How many of its gradients were 0.
-        scale: The loss scale.
-        since: The step from which on the scale was that low.
-    """
+    """A step whose gradients were too small for float16."""
 
     step: int
-    share: float
+    share: float  # of its gradients that were 0
     scale: float
-    since: int
+    since: int  # the step from which on the scale was that low
 
     def __str__(self) -> str:
         since = "from the first step on" if self.since == 1 else f"since step {self.since}"
@@ -36,18 +27,6 @@ class Underflow(NamedTuple):
             f"{100 * self.share:.0f} % of the gradients of step {self.step} were 0 in float16: the loss scale was"
             f" {self.scale:g} {since}, too low for them (a new dynamic one begins at 65536)"
         )
-
-
-def can_vanish() -> bool:
-    """Whether gradients are computed in float16."""
-    latest = latest_call()
-    return latest is not None and latest.half_dtype == torch.float16
-
-
-def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The dense gradients that ``optimizer`` has stepped with, unscaled."""
-    grads = [param.grad for _, param in params_of(optimizer)]
-    return [grad.detach() for grad in grads if grad is not None and not grad.is_sparse and grad.numel()]
 
 
 def underflow(optimizer: Optimizer, step: int, largest: float, scale: float, since: int) -> Underflow | None:

@@ -5,33 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ampcompat.tools.explain.backoff import is_ordinary
-from ampcompat.tools.explain.lost import LostStep
+from ampcompat.tools.explain.lost import LostStep, is_ordinary
+from ampcompat.tools.explain.underflow import Underflow
 
 
 @dataclass
 class Account:
-    """What one rank knows of its steps, as plain data.
-
-    Attributes:
-        rank: Its number.
-        steps: How many steps there were.
-        lost: Those that were lost.
-        told: The causes of the faults that were told, by their keys; also of faults that cost no step.
-        has_told_unknown: Whether it was told that a cause was not found.
-        weights_lost_at: The step that left weights that are not finite; 0 where none is known.
-        warned: Mistakes that amp has warned of, in a few words.
-        underflow: What is said of gradients that were too small; "" where none were.
-    """
+    """What one rank knows of its steps, as plain data."""
 
     rank: int
-    steps: int
+    steps: int  # how many there were
     lost: list[LostStep]
-    told: dict[str, str]
-    has_told_unknown: bool
-    weights_lost_at: int
-    warned: list[str]
-    underflow: str
+    told: dict[str, str]  # the causes of the faults that were told, by their keys; also of those that cost no step
+    has_told_unknown: bool  # that a cause was not found
+    weights_lost_at: int  # the step that left weights that are not finite; 0 where none is known
+    warned: list[str]  # mistakes that amp has warned of, in a few words
+    underflow: Underflow | None  # of the latest step, if its gradients were too small
 
     def __post_init__(self) -> None:
         self.lost = [row if isinstance(row, LostStep) else LostStep(**row) for row in self.lost]  # JSON has dicts
@@ -39,17 +28,11 @@ class Account:
 
 @dataclass
 class Cause:
-    """What steps were lost to.
-
-    Attributes:
-        text: In a few words.
-        steps: Numbers of these steps.
-        ranks: The ranks that have seen it.
-    """
+    """What steps were lost to, in a few words."""
 
     text: str
-    steps: set[int] = field(default_factory=set)
-    ranks: list[int] = field(default_factory=list)
+    steps: set[int] = field(default_factory=set)  # their numbers
+    ranks: list[int] = field(default_factory=list)  # that have seen it
 
 
 def causes_of(accounts: Sequence[Account]) -> list[Cause]:
@@ -86,7 +69,7 @@ class Verdict:
     def __str__(self) -> str:
         own = self._own
         if self._is_ordinary:
-            said = f"{self._counts()} while the loss scale {self._scale_of(self._lost)}: that is normal"
+            said = f"{self._counts()} while the loss scale {self._way_of_scale(self._lost)}: that is normal"
         elif self._lost:
             said = f"{self._counts()}; {'; '.join(self._parts())}"
         elif self.causes:
@@ -99,12 +82,20 @@ class Verdict:
         other = [one for one in own.warned if all(one != cause.text for cause in self.causes)]
         if other:
             said += f"; amp has warned of {', and of '.join(other)}"
-        return f"{said}, but {own.underflow}." if own.underflow else f"{said}."
+        return f"{said}, but {own.underflow}." if self._tells_of_underflow else f"{said}."
 
-    def _scale_of(self, steps: set[int]) -> str:
-        """What had become of the loss scale at the last of ``steps``."""
-        found = [row.scale for row in self._own.lost if row.number in steps and row.scale]
-        return found[-1] if found else "came down"
+    @property
+    def _tells_of_underflow(self) -> bool:
+        """Whether the loss scale was too low at the end, for another reason than the lost steps of a known cause."""
+        underflow = self._own.underflow
+        came_down = any(cause.steps for cause in self.causes)
+        return underflow is not None and (underflow.since == 1 or not came_down)
+
+    def _way_of_scale(self, steps: set[int]) -> str:
+        """What had become of each loss scale at the last of ``steps`` that it skipped."""
+        found = {row.of_loss: row.scale for row in self._own.lost if row.number in steps and row.scale}
+        ways = [f"{of_loss}{scale}" for of_loss, scale in sorted(found.items())]
+        return ", and that ".join(ways) or "came down"
 
     def _counts(self) -> str:
         steps = f"{self._own.steps} step{'s' if self._own.steps > 1 else ''}"
@@ -120,31 +111,31 @@ class Verdict:
     def _parts(self) -> list[str]:
         """What the lost steps were lost to, all of them."""
         own = self._own
-        lost = len(self._lost)
         rest = set(self._lost)
         parts: list[str] = []
         for cause in self.causes:
             count = len(cause.steps)
             rest -= cause.steps
-            if not count:
-                continue
-            of_which = "" if count >= lost else f" of {count} of these"
-            subject = f"that of {count}" if parts else f"the cause{of_which}"
-            parts.append(f"{subject} is {self._name(cause)}")
+            if count:
+                subject = f"that of {count}" if parts else f"the cause{self._of_these(count)}"
+                parts.append(f"{subject} is {self._name(cause)}")
         unknown = rest & {row.number for row in own.lost if row.is_unknown}
         if unknown:
-            of_which = "" if len(unknown) >= lost else f" of {len(unknown)} of these"
             is_since = own.weights_lost_at and not self.causes
             since = f": weights are not finite since step {own.weights_lost_at}" if is_since else ""
-            parts.append(f"the cause{of_which} was not found{since}")
+            parts.append(f"the cause{self._of_these(len(unknown))} was not found{since}")
         ordinary = rest - unknown
         if ordinary:
-            scale = self._scale_of(ordinary)
-            parts.append(f"{len(ordinary)} {_were(len(ordinary))} lost while the loss scale {scale}, which is normal")
+            way = self._way_of_scale(ordinary)
+            parts.append(f"{len(ordinary)} {_were(len(ordinary))} lost while the loss scale {way}, which is normal")
         unseen = sum(not row.was_looked_into for row in own.lost)
         if unseen:
             parts.append(f"{unseen} of these {_were(unseen)} not looked into")
         return parts
+
+    def _of_these(self, count: int) -> str:
+        """As in " of 3 of these"; "" where these are all that were lost."""
+        return "" if count >= len(self._lost) else f" of {count} of these"
 
     def _name(self, cause: Cause) -> str:
         if self._own.rank in cause.ranks:
@@ -160,6 +151,7 @@ class Verdict:
             "not_finite": len(self.not_finite),
             "causes": [{"cause": cause.text, "steps": len(cause.steps), "ranks": cause.ranks} for cause in self.causes],
             "ranks": self._heard,
+            "underflow": None if self._own.underflow is None else self._own.underflow._asdict(),
         }
 
 

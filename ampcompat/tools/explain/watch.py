@@ -19,17 +19,17 @@ from ampcompat.tools.explain.probe import Probe
 
 #: Steps that are watched after one was lost, and in the whole run.
 STEPS, MOST_STEPS = 50, 200
+_NOT_SHOWN = (
+    " The step was watched as it ran, and no op shows why. Ops in CUDA graphs and in DataParallel are not seen: start"
+    " the script once without graphs, on one device (CUDA_VISIBLE_DEVICES=0)."
+)
 
 
 class Watch:
-    """Watch some steps after each that was lost and whose cause is not known.
-
-    Attributes:
-        left: How many steps are still to be watched.
-    """
+    """Watch some steps after each that was lost and whose cause is not known."""
 
     def __init__(self) -> None:
-        self.left = 0
+        self.left = 0  # steps that are still to be watched
         self._left_of_all = MOST_STEPS
         self._places: Places | None = None
         self._probe: Probe | None = None
@@ -40,9 +40,9 @@ class Watch:
         """Whether the probe is in the run."""
         return self._probe is not None
 
-    def arm(self, steps: int | None = None) -> int:
-        """Watch the next ``steps``, as many as are usual where that is None; returns how many are watched."""
-        self.left = min(STEPS if steps is None else max(steps, self.left), self._left_of_all)
+    def arm(self, steps: int = 0) -> int:
+        """Watch the next ``steps``, or as many as are usual; returns how many are watched."""
+        self.left = min(max(steps or STEPS, self.left), self._left_of_all)
         return self.left
 
     def disarm(self) -> None:
@@ -91,24 +91,25 @@ class Watch:
         if self._probe is not None:
             self._probe.given_to(model, args, kwargs)
 
-    def origin(self, tensors: list[torch.Tensor]) -> Event | None:
-        """The origin of what is not finite in ``tensors``; None where no op shows it."""
+    def find(self, tensors: list[torch.Tensor]) -> tuple[Event | None, str]:
+        """Find the origin of what is not finite in ``tensors``, a loss or gradients.
+
+        Returns:
+            The origin, or what is known where no op shows it, as sentences.
+        """
         if self._probe is None:
-            return None
+            return None, ""
         event = self._probe.origin(tensors)
-        if event is None or event.op in (COLLECTIVE, UNSEEN):
-            return None
+        if event is not None and event.op == COLLECTIVE:
+            return None, " It came with the gradients of another rank."
+        if event is None or event.op == UNSEEN:
+            return None, _NOT_SHOWN
         if event.op == "parameter":
             # A static scale lets a loss that is not finite spoil the weights: the class weights of a loss came first.
             arguments = [one for one in self._probe.events if one.op == ARGUMENT and one.names_the_argument]
-            return next(iter(arguments), event)
-        return event
+            return next(iter(arguments), event), ""
+        return event, ""
 
     def came_in(self, event: Event) -> bool:
         """Whether ``event`` is the birth of a value that came into a forward with its input."""
         return self._probe is not None and event in self._probe.came_in
-
-    def is_of_another_rank(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether what is not finite in ``tensors`` came with the gradients of another rank."""
-        event = None if self._probe is None else self._probe.origin(tensors)
-        return event is not None and event.op == COLLECTIVE

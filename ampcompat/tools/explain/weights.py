@@ -3,42 +3,33 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from ampcompat import _torch
-from ampcompat.tools.core import Optimizer, master_of
+from ampcompat.tools.core import Optimizer, latest_call, master_of
 from ampcompat.tools.explain.growth import History
-from ampcompat.tools.explain.underflow import can_vanish, gradients_of
-from ampcompat.tools.explain.written import params_of, state_of
-from ampcompat.tools.tensors import largest_on_device
+from ampcompat.tools.tensors import is_finite, largest_on_device, readable
 
 
 class Weights:
-    """The weights of one optimizer, and its state, as they were when they were last looked at.
-
-    Attributes:
-        are_finite: Whether all were finite.
-        history: How large the weights were, after each of the last steps.
-    """
+    """The weights of one optimizer, and its state, as they were when they were last looked at."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.history = History()
+        self.history = History()  # how large the weights were, after each of the last steps
         self.look(optimizer)
-
-    def look_at_written(self, optimizer: Optimizer) -> None:
-        """Look at weights that something other than a step has written: one host sync, if so.
-
-        The step to come is to answer for its own writing alone.
-        """
-        if self._versions != _versions(optimizer):
-            self.look(optimizer)
 
     def look(self, optimizer: Optimizer) -> None:
         """Look at weights that something other than a step may have written: one host sync."""
         self.are_finite, _, sizes = _examine(optimizer)
         self._versions = _versions(optimizer)
         self.history.begin(sizes)
+
+    def look_at_written(self, optimizer: Optimizer) -> None:
+        """Look, if something other than a step has written weights, which the step to come is not blamed for."""
+        if self._versions != _versions(optimizer):
+            self.look(optimizer)
 
     def look_after_step(self, optimizer: Optimizer) -> float | None:
         """Look at what a step has written, and at its gradients: one host sync a device.
@@ -65,11 +56,16 @@ def _examine(optimizer: Optimizer) -> tuple[bool, float | None, dict[int, float]
     masters = [master for master in map(master_of, weights) if master is not None]
     states = [tensor for param in weights for _, tensor in state_of(optimizer, param)]
     written = [*weights, *(master.half for master in masters), *states]
-    grads = gradients_of(optimizer) if can_vanish() else []
+    grads = gradients_of(optimizer) if _computes_in_float16() else []
     sizes = _largest_of_each([*written, *grads])
     are_finite = all(map(math.isfinite, sizes[: len(written)]))
     largest_grad = max(sizes[len(written) :], default=None)
     return are_finite, largest_grad, dict(zip(map(id, weights), sizes, strict=False))
+
+
+def _computes_in_float16() -> bool:
+    latest = latest_call()
+    return latest is not None and latest.half_dtype == torch.float16
 
 
 def _largest_of_each(tensors: list[torch.Tensor]) -> list[float]:
@@ -98,3 +94,46 @@ def _versions(optimizer: Optimizer) -> list[int]:
     """Numbers that change when anything writes a weight that ``optimizer`` steps. Runs no op."""
     masters = [(param, master_of(param)) for group in optimizer.param_groups for param in group["params"]]
     return [param._version + (0 if master is None else master.half._version) for param, master in masters]
+
+
+# -- what an optimizer steps -------------------------------------------------------------------------------------------
+def params_of(optimizer: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
+    """The parameters that can be looked at here, each with the index of its group."""
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if _is_whole(param):
+                yield index, param
+
+
+def state_of(optimizer: Optimizer, param: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of the optimizer's state for ``param``, each with its name."""
+    held = optimizer.state.get(param)
+    if not isinstance(held, dict):
+        return
+    for name, value in held.items():
+        if isinstance(value, torch.Tensor) and _is_whole(value) and value.numel():
+            yield str(name), value
+
+
+def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The dense gradients that ``optimizer`` has stepped with, unscaled."""
+    grads = [param.grad for _, param in params_of(optimizer)]
+    return [grad.detach() for grad in grads if grad is not None and not grad.is_sparse and grad.numel()]
+
+
+def lost_gradients(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    """The gradients that are not finite; those of half weights, where these have any, before those of their masters."""
+    found = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                master = master_of(param)
+                halves = [] if master is None else [master.half]
+                grads = [one.grad for one in (*halves, param) if one.grad is not None]
+                found += [grad for grad in grads if not is_finite(grad)]
+    return found
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` can be looked at here: a part of a DTensor is left to its own collectives."""
+    return not _torch.is_sharded(tensor) and readable(tensor)

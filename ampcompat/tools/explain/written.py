@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from ampcompat import _torch
-from ampcompat.tools.core import HALF_DTYPES, Master, Optimizer, master_of
+from ampcompat.tools.core import HALF_DTYPES, Master, Optimizer, master_of, name_of, optimizer_name
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.fault import Fault
-from ampcompat.tools.explain.growth import History, name_of
+from ampcompat.tools.explain.growth import History
 from ampcompat.tools.explain.hints import BFLOAT16
 from ampcompat.tools.explain.misuse import spoiling_misuse
-from ampcompat.tools.explain.numbers import MASTERS, Number, not_representable, optimizer_name
-from ampcompat.tools.tensors import LARGEST, count_not_finite, is_finite, largest, readable
+from ampcompat.tools.explain.numbers import MASTERS, not_representable
+from ampcompat.tools.explain.weights import params_of, state_of
+from ampcompat.tools.tensors import LARGEST, count_not_finite, is_finite, largest
 
 #: A gradient whose square float32 holds.
 MODERATE = 1e18
@@ -26,45 +25,71 @@ _SMALLER_STEPS = "a lower learning rate, or clipped gradients"
 
 @dataclass
 class Reason:
-    """Why a step has left something that is not finite.
-
-    Attributes:
-        why: In words.
-        hints: What to do, the likeliest first.
-        slower: And last, to make smaller steps; not told where a weight grew, which says more.
-        at_any_rate: Whether a lower learning rate would not help.
-        number: The number of the optimizer that its parameters' dtype does not hold, if it is that.
-    """
+    """Why a step has left something that is not finite."""
 
     why: str
-    hints: list[str] = field(default_factory=list)
-    slower: str = ""
-    at_any_rate: bool = True
-    number: Number | None = None
-
-
-class Written(NamedTuple):
-    """What a step has left not finite.
-
-    Attributes:
-        head: As in "Step 3 of SGD left a weight that is not finite.".
-        fault: What is told of it.
-        numbers: Those that its parameters' dtype does not hold, and that are the reason.
-    """
-
-    head: str
-    fault: Fault
-    numbers: list[Number]
+    hints: list[str] = field(default_factory=list)  # what to do, the likeliest first
+    slower: str = ""  # and last, to make smaller steps; not told where a weight grew, which says more
+    at_any_rate: bool = True  # a lower learning rate would not help
+    number: str = ""  # the key of the fault that is told of a number, if it is that
 
 
 class _Lost(NamedTuple):
-    """A tensor that is not finite: a weight, its half copy, or with a name the state of a weight."""
+    """A tensor that is not finite."""
 
     group: int
-    param: torch.Tensor
+    param: torch.Tensor  # the weight that it is, or belongs to
     tensor: torch.Tensor
-    state: str
+    state: str  # its name, if it is state of the optimizer
     reasons: list[Reason]
+
+
+def first_written(optimizer: Optimizer, step: int, history: History) -> Fault | None:
+    """Describe what the step has left not finite; None where nothing is."""
+    lost = _first_lost(optimizer)
+    if lost is None:
+        return None
+    optimizer_class = optimizer_name(optimizer)
+    parameter = name_of(lost.param)
+    of_what = parameter or f"a parameter of group {lost.group}"
+    name = f"{lost.state} of {of_what}" if lost.state else of_what
+    dtype = dtype_name(lost.tensor.dtype)
+    not_finite, elements = count_not_finite(lost.tensor), lost.tensor.numel()
+    at_any_rate = any(reason.at_any_rate for reason in lost.reasons)
+    misuse = None if at_any_rate else spoiling_misuse()
+    growth = None if at_any_rate or misuse is not None else history.growth(optimizer)
+    hints = [hint for reason in lost.reasons for hint in reason.hints]
+    if misuse is not None:
+        cause = misuse.cause
+        hints = [misuse.hint]
+    elif growth is not None:
+        cause = growth.cause
+        hints = [growth.hint, *hints]
+    else:
+        cause = f"step {step} of {optimizer_class}, which left {name} not finite"
+        slower = [reason.slower for reason in lost.reasons if reason.slower]
+        hints = [*hints, *slower] or [_SMALLER_STEPS]
+    return Fault(
+        what=f"{name} ({dtype}): {not_finite} of {elements} elements are not finite",
+        where=f"group {lost.group} of {optimizer_class}",
+        cause=cause,
+        key=cause,
+        head=f"Step {step} of {optimizer_class} left {'state' if lost.state else 'a weight'} that is not finite.",
+        step=step,
+        number=largest(lost.tensor),
+        details=[("and" if index else "why", reason.why) for index, reason in enumerate(lost.reasons)],
+        growth=growth,
+        hints=hints,
+        covers=[reason.number for reason in lost.reasons if reason.number],
+        facts={
+            "optimizer": optimizer_class,
+            "group": lost.group,
+            "parameter": parameter,
+            "dtype": dtype,
+            "not_finite": not_finite,
+            "elements": elements,
+        },
+    )
 
 
 def _first_lost(optimizer: Optimizer) -> _Lost | None:
@@ -83,67 +108,19 @@ def _first_lost(optimizer: Optimizer) -> _Lost | None:
     return None
 
 
-def first_written(optimizer: Optimizer, step: int, history: History) -> Written | None:
-    """Describe what the step has left not finite; None where nothing is."""
-    lost = _first_lost(optimizer)
-    if lost is None:
-        return None
-    group, param, tensor, state, reasons = lost
-    optimizer_class = optimizer_name(optimizer)
-    parameter = name_of(param)
-    of_what = parameter or f"a parameter of group {group}"
-    name = f"{state} of {of_what}" if state else of_what
-    dtype = dtype_name(tensor.dtype)
-    not_finite, elements = count_not_finite(tensor), tensor.numel()
-    cause = f"step {step} of {optimizer_class}, which left {name} not finite"
-    hints = [hint for reason in reasons for hint in reason.hints]
-    slower = [reason.slower for reason in reasons if reason.slower]
-    at_any_rate = any(reason.at_any_rate for reason in reasons)
-    misuse = None if at_any_rate else spoiling_misuse()
-    growth = None if at_any_rate or misuse is not None else history.growth(optimizer)
-    if misuse is not None:
-        cause = misuse.cause
-        hints = [misuse.hint]
-    elif growth is not None:
-        cause = growth.cause
-        hints = [growth.hint, *hints]
-    else:
-        hints = [*hints, *slower] or [_SMALLER_STEPS]
-    fault = Fault(
-        what=f"{name} ({dtype}): {not_finite} of {elements} elements are not finite",
-        where=f"group {group} of {optimizer_class}",
-        cause=cause,
-        key=cause,
-        number=largest(tensor),
-        details=[("and" if index else "why", reason.why) for index, reason in enumerate(reasons)],
-        growth=growth,
-        hints=hints,
-        facts={
-            "optimizer": optimizer_class,
-            "group": group,
-            "parameter": parameter,
-            "dtype": dtype,
-            "not_finite": not_finite,
-            "elements": elements,
-        },
-    )
-    head = f"Step {step} of {optimizer_class} left {'state' if state else 'a weight'} that is not finite."
-    return Written(head, fault, [reason.number for reason in reasons if reason.number is not None])
-
-
 def _of_weight(optimizer: Optimizer, group: int, param: torch.Tensor) -> list[Reason]:
     """Why a step may have written the weight as it is: what is sure to lose it, otherwise what is likeliest."""
     zeros = _zeros(optimizer, param)
     sure = []
-    if param.grad is not None and not param.grad.is_sparse and not is_finite(param.grad):
+    if param.grad is not None and not is_finite(param.grad):
         hint = "look at what writes gradients outside scale_loss, such as clipping by a norm of 0 or inf"
         sure.append(Reason("its gradient was not finite", [hint]))
     for name, tensor in state_of(optimizer, param):
         if not is_finite(tensor):
             sure.append(_of_other_state(name, tensor, param))
     for number in not_representable(optimizer):
-        if (number.group, number.dtype, number.name) == (group, param.dtype, "eps"):
-            sure.append(Reason(f"{number.fault.cause}{zeros}", number.fault.hints, number=number))
+        if number.name == "eps" and (number.group, number.dtype) == (group, param.dtype):
+            sure.append(Reason(f"{number.text}{zeros}", number.fault.hints, number=number.text))
     return sure or [_likeliest(optimizer, group, param, zeros)]
 
 
@@ -213,27 +190,3 @@ def _zeros(optimizer: Optimizer, param: torch.Tensor) -> str:
         if zeros and "sq" in name:
             return f", and {name} is 0 in {zeros} of these {count}: a division by zero"
     return ""
-
-
-# -- what an optimizer steps -------------------------------------------------------------------------------------------
-def params_of(optimizer: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
-    """The parameters that can be looked at here, each with the index of its group."""
-    for index, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            if _whole(param):
-                yield index, param
-
-
-def state_of(optimizer: Optimizer, param: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of the optimizer's state for ``param``, each with its name."""
-    held = optimizer.state.get(param)
-    if not isinstance(held, dict):
-        return
-    for name, value in held.items():
-        if isinstance(value, torch.Tensor) and _whole(value) and value.numel():
-            yield str(name), value
-
-
-def _whole(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` can be looked at here: a part of a DTensor is left to its own collectives."""
-    return not _torch.is_sharded(tensor) and readable(tensor)

@@ -10,7 +10,16 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ampcompat import _torch
-from ampcompat.tools.core import CastsOff, LossScaler, Numbers, Optimizer, SkipFlag, numbers_of, steps_of_call
+from ampcompat.tools.core import (
+    CastsOff,
+    LossScaler,
+    Numbers,
+    Optimizer,
+    SkipFlag,
+    numbers_of,
+    scale_and_passes,
+    steps_of_call,
+)
 from ampcompat.tools.recording.steps import Scale, Step
 
 
@@ -38,7 +47,7 @@ class _Underway:
     def read(self) -> Step:
         scales = []
         for loss_id, numbers in self.scales:
-            scale, passes = numbers if isinstance(numbers, tuple) else numbers.read()
+            scale, passes = scale_and_passes(numbers)
             scales.append(Scale(loss_id, scale, int(passes)))
         return replace(self.step, skipped=self.skip.read(), scales=scales)
 

@@ -50,7 +50,7 @@ class PrecisionReport:
         self._initialized = core.latest_call() is not None
         self._waits_for_initialize = False
         self._latest: core.LatestCall | None = None
-        self._rank, self._world = core.rank(), world_size()
+        self._rank, self._world = core.rank(), core.world_size()
         self._argv = list(sys.argv if argv is None else argv)
         self._error: BaseException | None = None
 
@@ -130,7 +130,7 @@ class PrecisionReport:
 
     def _note(self) -> None:
         """Note what may be gone when the process ends: the rank, and what ``initialize`` was asked for."""
-        self._rank, self._world = core.rank(), world_size()
+        self._rank, self._world = core.rank(), core.world_size()
         self._latest = core.latest_call() or self._latest
 
     # -- what was seen -----------------------------------------------------------------------------------------------
@@ -245,12 +245,3 @@ def named_by(file: str, process: str) -> str:
     """``file`` with the name of a process before its ending, as in ``report.rank1.html``."""
     stem, suffix = os.path.splitext(file)
     return f"{stem}.{process}{suffix}"
-
-
-def world_size() -> int:
-    """How many processes train together, as far as this one knows."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_world_size()
-    word = os.environ.get("WORLD_SIZE", "")
-    return int(word) if word.isdecimal() else 1

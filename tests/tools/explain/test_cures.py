@@ -117,6 +117,20 @@ def number_of_zero(cure):
     train(Layers(), "O1", lambda m: (m(X).float() / (1 - 0.9**count)).mean())
 
 
+def variance_below_zero(cure):
+    """The mean of squares less the square of the mean, in half."""
+
+    def loss(model):
+        y = model(X) + 100
+        mean = y.mean(-1, keepdim=True)
+        variance = (y * y).mean(-1, keepdim=True) - mean * mean - 1e-2
+        if cure is not None:
+            variance = variance.clamp_min(float(cure[1]))
+        return ((y - mean) * torch.rsqrt(variance)).float().pow(2).mean() * 1e-3
+
+    train(Layers(), "O2", loss)
+
+
 def count_of_zero(cure):
     """The weight of a class that is not there is its inverse frequency."""
 
@@ -174,6 +188,44 @@ def mask(cure, fill=-1e9):
     train(Layers(attend), "O2")
 
 
+class Masked(nn.Module):
+    """Attention whose mask moves with the model: amp.initialize casts buffers, too."""
+
+    def __init__(self, fill):
+        super().__init__()
+        self.fc = nn.Linear(8, 4)
+        self.register_buffer("fill", torch.tensor(fill))
+        self.register_buffer("ignored", torch.eye(4)[0])
+
+    def forward(self, x):
+        return torch.softmax(self.fc(x) + self.ignored * self.fill, -1)
+
+
+def mask_in_a_buffer(cure):
+    train(Masked(-1e9 if cure is None else float(cure[1])), "O2")
+
+
+class RunningSum(nn.Module):
+    """What a normalizer has seen: a sum, and a count."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(8))
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x):
+        self.total += x.abs().sum(0) * 1e3
+        self.count += len(x)
+        return x - self.total / self.count / 1e3
+
+
+def sum_in_a_buffer(cure):
+    model = nn.Module()
+    model.norm, model.fc = RunningSum(), nn.Linear(8, 4)
+    model.forward = lambda x: model.fc(model.norm(x))
+    train(model, "O2", **({} if cure is None else {"keep_fp32": cure[1]}))
+
+
 def infinite_mask(cure):
     def attend(h):
         return torch.softmax(h.float().masked_fill(h < 10, -torch.inf if cure is None else float(cure[1])), -1)
@@ -188,6 +240,20 @@ def eps(cure):
     )
 
 
+def target_beyond_one(cure):
+    """A mask from a file, in which 255 is what nobody has annotated."""
+    target = (Y[:, None] == torch.arange(4)).float()
+    if cure is None:
+        target[::3] = 255.0
+    model = Layers(F.relu)
+    train(
+        model,
+        "O1",
+        lambda m: F.binary_cross_entropy_with_logits(m(X).float(), target),
+        lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9),
+    )
+
+
 def zero_norm(cure):
     add = 0.0 if cure is None else float(cure[1])
     train(Layers(lambda h: h.float() / (h.float().norm(dim=-1, keepdim=True) + add), bias=0.0), "O1")
@@ -196,6 +262,35 @@ def zero_norm(cure):
 def root_of_zero(cure):
     add = 0.0 if cure is None else float(cure[1])
     train(Layers(bias=0.0, after=lambda y: y), "O1", lambda m: ((m(X).float() * 0).pow(2).sum(1) + add).sqrt().mean())
+
+
+def root_of_a_negative(cure):
+    """The transfer curve of sRGB: torch.where takes the other branch, but not the gradient of that alone."""
+
+    def loss(model):
+        y = model(X).float()
+        curve = 1.055 * (y if cure is None else y.clamp_min(float(cure[1]))) ** (1 / 2.4) - 0.055
+        return torch.where(y <= 0.0031308, 12.92 * y, curve).pow(2).mean()
+
+    train(Layers(), "O2", loss)
+
+
+def division_by_a_root(cure):
+    """Weight norm of a layer that begins at 0: the gradient of the root comes next."""
+
+    def loss(model):
+        add = 0.0 if cure is None else float(cure[1])
+        y = model(X).float() * 0
+        return (y / (y.pow(2).sum(1, keepdim=True) + add).sqrt() + model(X).float()).pow(2).mean()
+
+    train(Layers(), "O1", loss)
+
+
+def variance_of_a_damaged_checkpoint(cure):
+    norm = nn.BatchNorm1d(4).eval()
+    if cure is None:
+        norm.running_var[1] = -1.0
+    train(Layers(after=norm), "O1")
 
 
 def log_of_softmax(cure):
@@ -277,15 +372,22 @@ CURES = {
     empty_selection: r"smooth_l1_loss of nothing is NaN: .* or sum and divide by max\(count, 1\)",
     end_of_range: r"\.clamp\((\S+), (\S+)\) on what goes into it",
     number_of_zero: r"a division by the number 0: .* such as a count that nothing has counted",
+    variance_below_zero: r"the root of a negative number: \.clamp_min\((\S+)\) on what goes into it",
     count_of_zero: r"\.clamp_min\(\) on the denominator with what it is at least, as (\d) for a count",
     layers_that_grow: r"keep_fp32=\['(blocks\.\*)'\]",
     vae_beyond_float32: r"\.clamp\(max=(\d+)\) on what goes into it",
     optimizer_that_amp_does_not_know: r"give amp\.initialize each optimizer that steps the model, and scale_loss",
     mask: r"write (\S+) in place of it",
+    mask_in_a_buffer: r"write (\S+) in place of its least number",
+    sum_in_a_buffer: r"keep_fp32=\['(norm)'\]",
     infinite_mask: r"write (\S+) in place of -inf",
     eps: r"use an eps of (\S+) or more",
+    target_beyond_one: r"a loss that has a least value: this one fell to -\d\S+, as with targets outside of \[0, 1\]",
     zero_norm: r"add an eps to the denominator, as in / \(\.\.\. \+ (\S+)\)",
     root_of_zero: r"add an eps inside, as in \(\.\.\. \+ (\S+)\)\.sqrt\(\)",
+    root_of_a_negative: r"a root of a negative number is NaN: \.clamp_min\((\S+)\) on what goes into it",
+    division_by_a_root: r"add an eps under the root, as in / \(\.\.\. \+ (\S+)\)\.sqrt\(\)",
+    variance_of_a_damaged_checkpoint: r"running_var of this module is below 0",
     log_of_softmax: r"F\.log_softmax\(x, dim\) in place of log\(softmax\(x\)\)",
     target_without_alignment: r"zero_infinity=True",
     log_of_zero: r"\.clamp_min\((\S+)\) on what goes into it",

@@ -625,7 +625,6 @@ def test_bfloat16_is_not_advised_where_it_is_used(half, value, op):
     setting = Setting(
         half=name,
         casts_functions=True,
-        casts_weights=False,
         scale=1.0,
         dynamic=False,
         origin="",

@@ -21,7 +21,7 @@ from ampcompat._torch import TORCH
 from ampcompat.amp import observers as amp_observers
 from ampcompat.tools.explain import explain_overflows
 from ampcompat.tools.explain.again import run_again
-from ampcompat.tools.explain.search import MOST_FORWARDS
+from ampcompat.tools.explain.forwards import MOST_FORWARDS
 
 #: What looks at a loss, and copies the scale.
 LOOK = {"detach", "amin", "amax", "neg", "maximum", "isfinite", "eq", "abs", "ne", "mul", "stack", "_to_copy"}
@@ -110,7 +110,7 @@ def test_running_again_draws_the_same_random_numbers_and_leaves_buffers():
     for _ in range(3):
         loss = model(torch.randn(8, 8)).mean()
     after = copy.deepcopy(model.state_dict())
-    finding = run_again(explainer().search.forwards[-1], backward=False)
+    finding = run_again(explainer().forwards.kept[-1], backward=False)
     assert (finding.event, finding.differs) == (None, False)
     fc2.remove()
     assert torch.equal(drawn[-1], drawn[-2])
@@ -136,7 +136,7 @@ def test_a_forward_that_draws_late_draws_the_same_again():
     for _ in range(5):
         model(torch.ones(2, 4))
     outside = random.getstate()
-    run_again(explainer().search.forwards[-1], backward=False)
+    run_again(explainer().forwards.kept[-1], backward=False)
     assert len(drawn) == 2
     assert drawn[0] == drawn[1]
     assert random.getstate() == outside
@@ -160,7 +160,7 @@ def test_a_forward_that_reads_what_it_writes_is_another_forward(capsys):
     explain_overflows()
     for _ in range(3):
         model(torch.ones(1, 2))
-    assert run_again(explainer().search.forwards[-1], backward=False).differs
+    assert run_again(explainer().forwards.kept[-1], backward=False).differs
     assert seen == [1, 2, 3, 4]
     assert model.calls == 3
 
@@ -185,15 +185,15 @@ def test_memory_is_bounded():
         inputs.append(weakref.ref(x))
         model(x)
     del x
-    assert len(explainer().search.forwards) == MOST_FORWARDS
+    assert len(explainer().forwards.kept) == MOST_FORWARDS
     gc.collect()
     assert sum(ref() is not None for ref in inputs) <= MOST_FORWARDS
     for _ in range(3):
         make_step(optimizer, model(torch.randn(4, 8)).mean())
-    assert not explainer().search.forwards
+    assert not explainer().forwards.kept
     with torch.no_grad():
         model(torch.randn(4, 8))
-    assert not explainer().search.forwards
+    assert not explainer().forwards.kept
 
 
 def test_nothing_is_kept_or_hooked_while_it_is_off():

@@ -384,7 +384,8 @@ FAULTS = {
     "a static scale that is too high": Fault(
         {"head": "A gradient of step 1 is not finite.", "hint": "loss_scale='dynamic'"},
         r"^40 of 40 steps had a loss, a gradient or a weight that is not finite;"
-        r" the cause is .*\(a gradient that the code after the model made\)\.$",
+        r" the cause is the loss scale of 16777216, which is too high for"
+        r" .*\(a gradient that the code after the model made\)\.$",
         level="O2",
         options={"loss_scale": 2.0**24},
     ),

@@ -2,8 +2,17 @@
 
 import pytest
 
-from ampcompat.tools.explain.backoff import deny_fall, end_fall, is_ordinary, overflows_persist
-from ampcompat.tools.explain.lost import FALLING, NEAR, NORMAL, LostStep, put_down
+from ampcompat.tools.explain.lost import (
+    FALLING,
+    NEAR,
+    NORMAL,
+    LostStep,
+    deny_fall,
+    end_fall,
+    is_ordinary,
+    overflows_persist,
+    put_down,
+)
 
 
 def seen(number, what="loss", fault="log"):

@@ -56,6 +56,14 @@ def test_the_scale_that_came_down_is_named(capsys, optimizers):
     assert f"while the loss scale of loss 1 came down to {scales[1]:g}: that is normal." in verdict.head
 
 
+def test_each_scale_that_came_down_is_named(capsys):
+    train([overflows_until_2, overflows_until_2], level="O2", optimizers=2)
+    first, second = [entry["loss_scale"] for entry in amp.state_dict().values()]
+    _, _, verdict = told(capsys)
+    of_first, of_second = f"of loss 0 came down to {first:g}", f"of loss 1 came down to {second:g}"
+    assert f"while the loss scale {of_first}, and that {of_second}: that is normal." in verdict.head
+
+
 def test_a_gradient_is_unscaled_by_the_scale_of_the_loss_that_overflows(capsys):
     """The other's stays at 65536."""
     train([small, lambda y, step: y.float().sum() * 1e7], level="O2", steps=20)

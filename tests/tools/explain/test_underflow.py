@@ -67,6 +67,22 @@ def test_healthy_runs_are_left_alone(level, options):
     assert verdict(level, **options).head == "none of 60 steps was skipped."
 
 
+def test_a_scale_that_lost_steps_have_brought_down_is_no_news(capsys):
+    """A batch that gives NaN at any scale is the cause; the low scale is what comes of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    explain_overflows()
+    for step in range(100):
+        optimizer.zero_grad()
+        x = torch.randn(4, 8)
+        make_step(optimizer, model(x).float().mean() * (torch.nan if step % 10 else 1e-3))
+    verdict = last_words()[-1]
+    assert verdict.content["underflow"]["share"] > 0.1
+    assert re.fullmatch(r"90 of 100 steps were skipped; the cause is \S+ \(mul\)\.", verdict.head), verdict.head
+
+
 def test_zeros_of_an_embedding_are_no_underflow():
     """Rows that no batch has read have no gradient at any scale."""
     torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """Faults that running a forward again does not show: from the first lost step on, explain watches whole steps."""
 
 import re
+from collections import deque
 
 import pytest
 import torch
@@ -230,7 +231,7 @@ def test_steps_are_watched_in_bounds(monkeypatch):
     """What no op shows is not looked for without an end; steps are counted all the same."""
     monkeypatch.setattr("ampcompat.tools.explain.watch.STEPS", 2)
     monkeypatch.setattr("ampcompat.tools.explain.watch.MOST_STEPS", 3)
-    monkeypatch.setattr("ampcompat.tools.explain.search.MOST_RUN_AGAIN", 3)
+    monkeypatch.setattr("ampcompat.tools.explain.forwards.MOST_RUN_AGAIN", 3)
     model, optimizer = started(nn.Linear(8, 8))
     for _ in range(30):
         optimizer.zero_grad()
@@ -293,20 +294,36 @@ class Scaled(nn.Module):
         return self.fc(x) / (max(self.zero_at - self.calls, 0) / self.zero_at)  # here
 
 
+class Annealed:
+    """A factor that comes to 1, as that of a KL term does."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self):
+        self.calls += 1
+        return min(self.calls / 20, 1)
+
+
 class Normed(nn.Module):
-    """Has what a forward changes: running statistics, an average that is no buffer, random numbers."""
+    """Has what a forward changes: running statistics, what is no buffer, an object of its own, random numbers."""
 
     def __init__(self):
         super().__init__()
         self.fc, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
         self.average = torch.zeros(8)
+        self.recent = deque(maxlen=5)
+        self.factor = Annealed()
         self.calls = 0
 
     def forward(self, x):
         h = self.drop(self.norm(self.fc(x)))
-        self.average.mul_(0.9).add_(h.detach().float().mean(0), alpha=0.1)
+        finite = h.detach().float().nan_to_num(0.0, 0.0, 0.0)
+        self.average.mul_(0.9).add_(finite.mean(0), alpha=0.1)
+        self.recent.append(finite.abs().max().item())
         self.calls += 1
-        return h * (1 + self.average) * (1e9 if self.calls % 7 == 0 else 1)
+        large = 1e9 if self.calls % 7 == 0 else 1
+        return h * (1 + self.average) * self.factor() / (1 + sum(self.recent) / len(self.recent)) * large
 
 
 @pytest.mark.parametrize("make", [Scaled, Normed], ids=lambda make: make.__name__)
@@ -329,6 +346,8 @@ def test_the_run_stays_what_it_would_have_been(make, scale, capsys):
         return torch.tensor(seen), vars(model).get("seen"), model.calls
 
     explained, plain = losses(True), losses(False)
+    if scale == "dynamic":
+        assert torch.isfinite(plain[0]).sum() > 15
     torch.testing.assert_close(explained[0], plain[0], rtol=0, atol=0, equal_nan=True)
     assert explained[1:] == plain[1:]
 
@@ -535,3 +554,27 @@ def test_a_gradient_that_the_script_spoils_in_a_watched_step_has_its_line(capsys
     assert told[-1]["head"] == "A gradient of step 4 is not finite."
     assert told[-1]["line"].endswith("# here")
     assert "(div_)" in last_words()[-1].content["causes"][0]["cause"]
+
+
+class Blow(nn.Module):
+    factor = 1.0
+
+    def forward(self, x):
+        return (x * self.factor).exp()
+
+
+def test_a_line_that_layers_share_is_one_fault(capsys):
+    """Each layer has its turn: three explanations of one line would leave none for another fault."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Blow(), nn.Linear(4, 4), Blow(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    amp.explain_overflows()
+    for step in range(40):
+        for place in (1, 3):
+            model[place].factor = 1e4 if step in (20 + place, 30 + place) else 1.0
+        optimizer.zero_grad()
+        make_step(optimizer, model(torch.ones(4, 4)).float().mean())
+    verdict = last_words()[-1]
+    assert capsys.readouterr().err.count("aten::exp gave a result") == 1
+    assert re.search(r"the cause of 4 of these is \S+ \(exp in 1\); 1 was lost while", verdict.head), verdict.head
