@@ -183,6 +183,32 @@ def test_a_weight_that_was_known_to_be_lost_is_no_later_steps_fault(capsys):
     assert "parameter weight of Embedding" in verdict
 
 
+def test_a_fault_after_good_weights_were_loaded_is_explained_too(capsys):
+    """A script that goes back to its last checkpoint when the loss is NaN."""
+
+    class Spoils(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            if step == 1:
+                return torch.log(y * 0)
+            return torch.acos(y * 0 + 2) if step == 4 else y
+
+    model = Spoils(2, 2)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", verbosity=0)
+    explain_overflows()
+    good = {name: value.clone() for name, value in model.state_dict().items()}
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).square().mean()
+        make_step(optimizer, loss)
+        if not torch.isfinite(loss):
+            model.load_state_dict(good)
+    told = capsys.readouterr().err
+    assert "torch.log(y * 0)" in told
+    assert "torch.acos(y * 0 + 2)" in told
+    assert [one["steps"] for one in last_words()[-1].content["causes"]] == [1, 1]
+
+
 def test_infinities_before_the_first_step_are_ignored(capsys):
     """A mask of ``-inf`` is a parameter of the model."""
 

@@ -183,6 +183,21 @@ def test_a_normal_skip_takes_no_explanation(capsys):
     assert "sqrt" in parts
 
 
+def test_a_batch_that_the_script_drops_is_no_lost_step(capsys):
+    """It clears the gradients of a loss that is not finite, and makes no step; those that it makes are well."""
+    model, optimizer = started(nn.Linear(8, 8))
+    for batch in range(8):
+        optimizer.zero_grad()
+        loss = (model(WORDS * (1e9 if batch % 3 == 1 else 1))).float().pow(2).mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        if torch.isfinite(loss):
+            optimizer.step()
+    assert "too large for float16" in explanations(capsys.readouterr().err)[0]["what"]
+    verdict = last_words()[-1].head
+    assert verdict.startswith("none of 5 steps was skipped; a batch was lost to "), verdict
+
+
 def test_a_warning_of_torch_is_of_the_scripts_line(recwarn):
     """Explain calls torch's functions in the script's place while it watches."""
 
