@@ -49,6 +49,8 @@ apex kept lists of gradients for each optimizer (``apex/amp/handle.py: scale_los
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 
 from ampcompat import _torch
@@ -62,8 +64,7 @@ from ampcompat.amp.scaling.groups import follow_changes
 from ampcompat.amp.scaling.loss_scale import Transition
 from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.open_blocks import OpenBlock, block_state, leaves_of, open_block_of
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, Overflow, optimizer_index
-from ampcompat.amp.scaling.scaler import LossScaler
+from ampcompat.amp.scaling.optimizer_state import Overflow, optimizer_index
 from ampcompat.amp.scaling.steps import report_arrived
 from ampcompat.amp.scaling.unreduced import (
     bring_back,
@@ -84,6 +85,7 @@ from ampcompat.amp.scaling.unscaling import (
 )
 
 
+@dataclass(eq=False)
 class Block(OpenBlock):
     """The context that ``scale_loss`` returns: idle, then open, then done.
 
@@ -99,15 +101,11 @@ class Block(OpenBlock):
             optimizers.
     """
 
-    def __init__(
-        self, loss: torch.Tensor, optimizers: list[AmpOptimizer], scaler: LossScaler, transition: Transition
-    ) -> None:
-        super().__init__(scaler, optimizers)
-        self.loss = loss
-        self.transition = transition
-        self.entered = False
-        self.needs_scale = False
-        self.has_own_methods = False
+    loss: torch.Tensor
+    transition: Transition
+    entered: bool = field(init=False, default=False)
+    needs_scale: bool = field(init=False, default=False)
+    has_own_methods: bool = field(init=False, default=False)
 
     # -- entry ---------------------------------------------------------------------------------------------------------
     @_torch.eager
@@ -141,19 +139,18 @@ class Block(OpenBlock):
         """Find the tensors that get gradients, and whether anything is to be done about these."""
         for optimizer in self.optimizers:
             follow_changes(optimizer)
+        self.stashes = [optimizer._amp_stash for optimizer in self.optimizers]
         self.leaves = leaves_of(self.optimizers)
         self.needs_scale = not self.scaler.is_one or self._has_flags()
         self.is_plain = not self.needs_scale and not self._has_masters()
 
     def _has_flags(self) -> bool:
         """Whether steps of its optimizers wait for the flags of other scalers: then :meth:`_begin` has to look."""
-        stashes = [optimizer._amp_stash for optimizer in self.optimizers]
-        return any(stash.overflows or stash.overflows_for_script for stash in stashes)
+        return any(stash.overflows or stash.overflows_for_script for stash in self.stashes)
 
     def _has_masters(self) -> bool:
         """Whether its optimizers step masters, to which the gradients of half weights are added at the end."""
-        stashes = [optimizer._amp_stash for optimizer in self.optimizers]
-        return any(stash.leaves.masters or stash.session.policy.master_weights for stash in stashes)
+        return any(stash.leaves.masters or stash.session.policy.master_weights for stash in self.stashes)
 
     def _begin(self) -> None:
         """Take the scale, and make room for the gradients of the backward pass."""
@@ -163,8 +160,7 @@ class Block(OpenBlock):
         if len(optimizer_index.live) > 1:
             for other in optimizer_index.listed():
                 drop_cleared(other._amp_stash.leaves.masters)  # before the backward pass adds to what was cleared
-        for optimizer in self.optimizers:
-            stash: OptimizerState = optimizer._amp_stash
+        for stash in self.stashes:
             report_arrived(stash)
             if stash.overflows or stash.overflows_for_script or stash.checks_gradients:
                 forget_overflows_if_cleared(stash)
@@ -184,8 +180,8 @@ class Block(OpenBlock):
             return loss
         scaled = loss * self.scale
         if not self.scaler.is_one:
-            for optimizer in self.optimizers:
-                optimizer._amp_stash.session.has_scaled = True
+            for stash in self.stashes:
+                stash.session.has_scaled = True
         del self.loss  # so that it is freed when the script drops it
         if observer_state.observers:
             notify("on_scaled_loss", self, scaled)
@@ -232,8 +228,8 @@ class Block(OpenBlock):
         if self.saved:
             add_saved(self.saved)
         if self.transition is Transition.AT_STEP:
-            for optimizer in self.optimizers:
-                optimizer._amp_stash.scalers_to_move.add(self.scaler)
+            for stash in self.stashes:
+                stash.scalers_to_move.add(self.scaler)
         if adapter_state.adapters and waits_for_reduction(self.leaves):
             note_unreduced(self)
             return
@@ -246,18 +242,16 @@ class Block(OpenBlock):
             for overflow in count_reduced(self, found_inf):
                 self._note_overflow(overflow)
         if self.transition is not Transition.AT_STEP:
-            for optimizer in self.optimizers:
-                stash: OptimizerState = optimizer._amp_stash
+            for stash in self.stashes:
                 stash.move_scales()
                 stash.scalers_to_move.clear()
 
     def _note_overflow(self, overflow: Overflow) -> None:
         """Note ``overflow`` in the optimizers, and have others check that hold a leaf of the block, too."""
-        stashes = [optimizer._amp_stash for optimizer in self.optimizers]
-        for stash in stashes:
+        for stash in self.stashes:
             stash.note_overflow(overflow)
-        if any(stash.shared for stash in stashes):
-            self._make_other_holders_check()
+            if stash.shared:
+                self._make_other_holders_check()
 
     def _make_other_holders_check(self) -> None:
         """Make other optimizers that hold a leaf of the block look at their gradients before they step.

@@ -44,12 +44,12 @@ def follow_changes(optimizer: AmpOptimizer) -> None:
 
 def _is_up_to_date(optimizer: AmpOptimizer, stash: OptimizerState) -> bool:
     """Whether the groups hold the very params that they held when they were last looked up."""
-    if len(optimizer.param_groups) != len(stash.groups):
+    groups = optimizer.param_groups
+    if len(groups) != len(stash.groups):
         return False
-    for group, params in zip(optimizer.param_groups, stash.groups, strict=True):
-        if len(group["params"]) != len(params):
-            return False
-        if not all(map(operator.is_, group["params"], params)):
+    for group, known in zip(groups, stash.groups, strict=True):
+        params = group["params"]
+        if len(params) != len(known) or not all(map(operator.is_, params, known)):
             return False
     return True
 

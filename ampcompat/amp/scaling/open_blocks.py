@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ampcompat._state import Part, state
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, Leaves
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, Leaves, OptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
 
 
@@ -36,7 +36,8 @@ class OpenBlock:
     Attributes:
         scaler: The scaler of its loss.
         optimizers: The optimizers that it was opened for; their tensors may have gone to others since.
-        leaves: The tensors that its backward pass gives gradients to; found when it opens.
+        stashes: What amp keeps with each of them; looked up when it opens, as the leaves are.
+        leaves: The tensors that its backward pass gives gradients to.
         scale: What their gradients are multiplied by (0-dim float32); None where nothing is scaled.
         saved: Unscaled gradients from before, of leaves without a master: they come back when it ends.
         brought: The leaves whose older gradients it has put back into ``p.grad``, scaled: they wait to be averaged.
@@ -47,13 +48,14 @@ class OpenBlock:
 
     scaler: LossScaler
     optimizers: list[AmpOptimizer]
+    stashes: list[OptimizerState] = field(init=False)
     leaves: Leaves = field(init=False)
-    scale: torch.Tensor | None = None
-    saved: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
-    brought: Leaves | None = None
-    is_plain: bool = False
-    has_new_grads: bool | None = None
-    scripts_part: ScriptsPart | None = None
+    scale: torch.Tensor | None = field(init=False, default=None)
+    saved: dict[torch.Tensor, torch.Tensor] = field(init=False, default_factory=dict)
+    brought: Leaves | None = field(init=False, default=None)
+    is_plain: bool = field(init=False, default=False)
+    has_new_grads: bool | None = field(init=False, default=None)
+    scripts_part: ScriptsPart | None = field(init=False, default=None)
 
     def overlaps(self, leaves: Leaves) -> bool:
         """Whether one of ``leaves`` is among its own."""

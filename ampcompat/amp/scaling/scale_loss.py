@@ -78,7 +78,7 @@ def scale_loss(
         transition = Transition.AT_STEP
     elif delay_overflow_check:
         transition = Transition.BY_SCRIPT
-    return Block(loss, used_optimizers, scaler, transition)
+    return Block(scaler, used_optimizers, loss, transition)
 
 
 def _index_of_scaler(loss_id: Any, count: int) -> int:

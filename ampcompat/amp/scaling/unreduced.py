@@ -38,8 +38,7 @@ def averages_by_script(leaves: Leaves) -> bool:
 def note_unreduced(block: OpenBlock) -> None:
     """Note that the gradients of ``block``, which has ended, are those of this process alone."""
     block.scaler.forget_found_inf()  # other processes do not know
-    for optimizer in block.optimizers:
-        stash: OptimizerState = optimizer._amp_stash
+    for stash in block.stashes:
         earlier = [] if stash.unreduced is None else stash.unreduced.scalers
         scalers = list(dict.fromkeys([*earlier, block.scaler]))
         stash.unreduced = Unreduced(scalers, block.scale)
@@ -119,8 +118,7 @@ def count_reduced(block: OpenBlock, found_inf: torch.Tensor | None) -> list[Over
         What the optimizers of the block are to note.
     """
     scalers: dict[LossScaler, None] = {}
-    for optimizer in block.optimizers:
-        stash: OptimizerState = optimizer._amp_stash
+    for stash in block.stashes:
         if stash.unreduced is not None:
             scalers.update(dict.fromkeys(stash.unreduced.scalers))
             stash.unreduced = None
