@@ -337,3 +337,20 @@ def test_an_optimizer_of_another_level_steps_the_master_that_there_is():
     assert moved(encoder, first.step) == 2
     assert moved(encoder, second.step) == 2
     assert torch.equal(next(amp.master_params(first)).half(), encoder.weight)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_zero_grad_of_an_optimizer_that_let_go_of_a_weight_forgets_no_overflow(level):
+    """Groups are edited by hand, so that nothing tells amp: the weight is the other's alone, with its overflow."""
+    head, trunk = torch.nn.Linear(6, 3), torch.nn.Linear(6, 6)
+    of_both = torch.optim.SGD([*head.parameters(), *trunk.parameters()], lr=0.1)
+    of_trunk = torch.optim.SGD(trunk.parameters(), lr=0.1)
+    (head, trunk), (of_both, of_trunk) = amp.initialize(
+        [head, trunk], [of_both, of_trunk], opt_level=level, verbosity=0
+    )
+    with amp.scale_loss(trunk(torch.ones(2, 6)).float().sum() * torch.inf, of_trunk) as scaled:
+        scaled.backward()
+    del of_both.param_groups[0]["params"][2:]
+    of_both.zero_grad()
+    of_trunk.step()
+    assert amp.step_was_skipped(of_trunk)
