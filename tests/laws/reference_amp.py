@@ -126,6 +126,8 @@ class Optimizer:
     shared: set[Weight] = field(default_factory=set)  # another one holds these too
     flags: bool = False  # blocks of dynamic scales have looked for an overflow
     overflow: bool = False
+    cleared_flags: bool = False  # the same of blocks since the last step whose gradients were cleared
+    cleared_overflow: bool = False
     suspect: bool = False  # gradients that are not finite may be there
     skipped: bool = False
     delayed: set[Scaler] = field(default_factory=set)  # whose transitions its blocks have put off
@@ -143,6 +145,8 @@ class Optimizer:
         self.delayed = set()
 
     def forget_flags(self):
+        self.cleared_flags |= self.flags
+        self.cleared_overflow |= self.overflow
         self.flags = self.overflow = self.suspect = False
 
     def forget_flags_of_cleared(self):
@@ -159,9 +163,9 @@ class Optimizer:
                 weight.zero()
 
     def step(self):
-        looked_at = self.gradients() if self.suspect else []
+        looked_at = self.gradients() if self.suspect or self.cleared_flags else []
         left = not all(bool(grad.isfinite().all()) for grad in looked_at)
-        self.skipped = self.overflow or left
+        self.skipped = self.overflow or (left and (self.suspect or self.cleared_overflow))
         # Then whether it skipped is not known yet, where there was a flag.
         decides_itself = bool(self.torch.defaults.get("fused")) and (self.flags or bool(looked_at))
         if not self.skipped:
@@ -169,9 +173,9 @@ class Optimizer:
         for weight in self.weights:
             weight.cleared = False
             weight.push()
-        has_overflowed = self.suspect or self.flags
+        has_overflowed = self.suspect or self.flags or self.cleared_flags
         self.suspect = has_overflowed and (decides_itself or self.skipped)
-        self.flags = self.overflow = False
+        self.flags = self.overflow = self.cleared_flags = self.cleared_overflow = False
         self.delayed = set()
         for weight in self.weights:  # those that others step too keep their gradients until they are cleared
             if weight.has_master and weight not in self.shared:
