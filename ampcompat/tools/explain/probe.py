@@ -222,7 +222,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.origins[storage(written)]
         # What other ranks have written into it since the collective was called came before this op.
         read = [tensor for tensor in call.inputs if tensor is not written or storage(tensor) in self._reduced]
-        known = self.origin(read)
+        known = self.origin(_but_masks(read))
         argument = self._unknown_argument(call, read)  # noted in any case: the watch may prefer it
         return argument if known is None else known
 
@@ -246,6 +246,14 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             argument=call.name_of(unknown),
             rows=_rows(unknown),
         )
+
+
+def _but_masks(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of ``tensors`` that are not finite, without those with -inf alone, masks, where others are left."""
+    bad = [tensor for tensor in tensors if not is_finite(tensor)]
+    if len(bad) < 2:
+        return bad
+    return [tensor for tensor in bad if not bool(tensor.amax() < torch.inf)] or bad
 
 
 def _rows(tensor: torch.Tensor) -> str:

@@ -593,3 +593,60 @@ def test_a_line_that_layers_share_is_one_fault(capsys):
     verdict = last_words()[-1]
     assert capsys.readouterr().err.count("aten::exp gave a result") == 1
     assert re.search(r"the cause of 4 of these is \S+ \(exp in 1\); 1 was lost while", verdict.head), verdict.head
+
+
+class Encoder(nn.Module):
+    """A transformer's layer that ignores what pads its input, as torch does: with a mask of -inf."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(20, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.out = nn.Linear(16, 20)
+
+    def forward(self, x):
+        return self.out(self.layer(self.embed(x), src_key_padding_mask=x == 0))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_mask_of_minus_inf_is_not_to_blame_for_a_gradient_that_came_in(level, capsys):
+    torch.manual_seed(0)
+    model = Encoder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    amp.explain_overflows()
+    for step in range(60):
+        x = torch.randint(1, 20, (4, 6))
+        x[:, 4:] = 0
+        p = model(x).float().softmax(-1)
+        p = torch.where((x == 0)[..., None], p * 0.0, p) if step % 10 == 9 else p
+        loss = torch.where((x == 0)[..., None], 0.0, torch.log(p)).mean()
+        optimizer.zero_grad()
+        make_step(optimizer, loss)
+    told = capsys.readouterr().err
+    assert "masked_fill" not in told
+    assert re.search(r"the cause (of \d+ of these )?is \S+ \((the backward of )?log\)", last_words()[-1].head), told
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_scores_that_overflow_under_a_causal_mask_of_minus_inf(level, capsys):
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x):
+            mask = torch.full((6, 6), -torch.inf).triu(1).to(x.dtype)
+            scores = torch.matmul(self.q(x) * 300, self.k(x).transpose(-1, -2) * 300) + mask
+            return scores.softmax(-1) @ self.v(x)
+
+    torch.manual_seed(0)
+    model = Attention()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    amp.explain_overflows()
+    for _ in range(5):
+        optimizer.zero_grad()
+        make_step(optimizer, model(torch.randn(4, 6, 8)).float().pow(2).mean())
+    first = explanations(capsys.readouterr().err)[0]
+    assert first["what"].startswith("matmul")
