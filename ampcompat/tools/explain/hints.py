@@ -30,6 +30,8 @@ _MASKS = ("mul", "mul_", "add", "sub", "rsub", "masked_fill", "masked_fill_", "f
 _FUNCTIONS = ("matmul", "bmm", "mm", "baddbmm", "einsum", "exp", "pow", "sum", "mean", "norm", "cumsum", "square")
 #: Functions that O1 and O4 give half whatever they get, and that modules call.
 _CAST_TO_HALF = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+#: What an exponential gives beyond it is not made small again by what follows.
+_FAR_BEYOND_HALF = 1e8
 #: Functions that only change the dtype.
 CAST_FUNCTIONS = ("to", "float", "half", "bfloat16", "type")
 _BFLOAT16_LEVELS = "/".join(repr(name) for name, row in LEVELS.items() if row.half_dtype == torch.bfloat16)
@@ -153,6 +155,12 @@ def _too_large(event: Event, setting: Setting) -> list[str]:
         return [_SMALLER_INPUTS, *_in_float32(event, setting), *bfloat16]
     if event.op == "exp" and event.elements == 1:  # a learned temperature
         return [".clamp(max=4.6) on what goes into exp: a factor of 100 at most, as in CLIP", *bfloat16]
+    if event.op == "exp" and event.value is not None and event.value > _FAR_BEYOND_HALF:
+        exponent = math.log(event.value)
+        return [
+            f".clamp(max=10) on what goes into exp, where it reaches {exponent:.3g}: no float16 holds that",
+            *bfloat16,
+        ]
     return [*_smaller_constant(event), *_in_float32(event, setting), *bfloat16]
 
 
@@ -400,8 +408,8 @@ _UNDEFINED = (
     ),
     _Cure(
         lambda event: event.op in ("exp", "expm1", "sinh", "cosh"),
-        "{op} of more than 88 is beyond float32 too: .clamp(max=20) on what goes into it; for a softmax, subtract the"
-        " maximum",
+        "{op} of more than 88 is beyond float32 too: torch.logsumexp(x, dim) or F.log_softmax(x, dim) where a logarithm"
+        " follows, else .clamp(max=20) on what goes into it",
     ),
     _Cure(
         lambda event: "batch_norm" in event.op and event.is_nan and not event.backward,

@@ -77,6 +77,12 @@ def vae_in_half(cure):
     train(Vae(14.0, exponent, after), "O2", lambda m: m(X).float().pow(2).mean())
 
 
+def vae_far_beyond_half(cure):
+    """What float32 would hold: but no layer could take it."""
+    exponent = (lambda t: t) if cure is None else (lambda t: t.clamp(max=float(cure[1])))
+    train(Vae(30.0, exponent, lambda t: t), "O2", lambda m: m(X).float().pow(2).mean())
+
+
 class Temperature(nn.Module):
     def __init__(self, most):
         super().__init__()
@@ -368,6 +374,7 @@ CURES = {
     static_scale: r"loss_scale='(dynamic)'",
     half_too_early: r"cast it where it is small again: half\(\) after what makes it smaller; here it reaches",
     vae_in_half: r"\.float\(\) on what goes into exp, and \.half\(\) on what comes of it",
+    vae_far_beyond_half: r"\.clamp\(max=(\d+)\) on what goes into exp, where it reaches 3\d",
     temperature: r"\.clamp\(max=(\S+)\) on what goes into exp: .* as in CLIP",
     empty_selection: r"smooth_l1_loss of nothing is NaN: .* or sum and divide by max\(count, 1\)",
     end_of_range: r"\.clamp\((\S+), (\S+)\) on what goes into it",
