@@ -9,9 +9,11 @@ The way of a lost step:
 1. ``observer`` hears of it from amp. ``steps`` and ``weights`` know what came before, ``lost`` whether it is normal.
 2. ``diagnosis`` looks for an ``event``, the birth of the value: the ``watch`` has seen it if that was on; otherwise the
    ``forwards`` are run ``again``. Both use the ``probe``; ``call`` is an op, ``places`` say where it stands.
-3. ``ops`` makes a ``fault`` of the event, and ``hints`` says what to do. Two faults have no event: ``written`` (a step
-   left a weight not finite) and ``numbers`` (of an optimizer, that half does not hold). Causes that lie further back
-   are in ``growth``, ``spoiled`` and ``misuse``.
+3. ``ops`` makes a ``fault`` of the event, and ``hints`` says what to do in this ``setting``: what is not finite may be
+   ``undefined`` in float32 too, or ``too_large`` for half. What the latter reaches has ``twins`` in float32, so that
+   ``in_float32`` knows how far float32 is needed. Two faults have no event: ``written`` (a step left a weight not
+   finite) and ``numbers`` (of an optimizer, that half does not hold). Causes that lie further back are in ``growth``,
+   ``spoiled`` and ``misuse``.
 4. ``telling`` tells it once, in ``messages``. At the end ``verdict`` sums up, with what ``ranks`` has gathered.
 """
 

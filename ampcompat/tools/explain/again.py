@@ -120,6 +120,7 @@ def run_again(forward: Forward, backward: bool) -> Finding:
         if not pairs or not wanted:
             return Finding(event)
         returned, received = zip(*pairs, strict=True)
+        probe.received(received)
         with probe:
             grads = torch.autograd.grad(returned, wanted, received, allow_unused=True)
         return Finding(probe.origin(grad for grad in grads if grad is not None) or event)

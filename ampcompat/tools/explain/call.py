@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -10,13 +12,15 @@ from torch._ops import OpOverload
 
 from ampcompat.tools.core import HALF_DTYPES, Args, Kwargs, map_tree, tensors_in
 from ampcompat.tools.dtypes import dtype_name
-from ampcompat.tools.tensors import largest, readable
+from ampcompat.tools.tensors import readable
 
 #: Ops that change the dtype.
 CAST_OPS = ("_to_copy", "copy_", "to")
 _COLLECTIVES = ("c10d", "_c10d_functional")
 #: Names of arguments that say more than "self" and "other" do.
 _TELLING = ("weight", "bias", "target", "mask", "attn_mask", "pos_weight", "running_mean", "running_var")
+#: What a batch norm that trains writes, and does not read.
+_STATISTICS = ("running_mean", "running_var")
 
 
 @dataclass
@@ -27,14 +31,13 @@ class Call:
     args: Args
     kwargs: Kwargs
     #: By id, float32 copies of the half tensors that it writes in place, as they were before.
-    before: dict[int, torch.Tensor] = field(default_factory=dict)
+    before: dict[int, torch.Tensor] = field(init=False)
+    _was_computed: bool = field(init=False, default=False)
+    _wide: object = field(init=False, default=None)  # what it gives in float32
 
     def __post_init__(self) -> None:
-        for argument in self.func._schema.arguments:
-            value = self.by_name.get(argument.name)
-            is_written = argument.alias_info is not None and argument.alias_info.is_write
-            if is_written and isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES and readable(value):
-                self.before[id(value)] = value.float()
+        half = (tensor for tensor in self._overwritten if tensor.dtype in HALF_DTYPES)
+        self.before = {id(tensor): tensor.float() for tensor in half}
 
     @property
     def name(self) -> str:
@@ -67,7 +70,7 @@ class Call:
         unread: set[int] = set()
         trains = self.by_name.get("training", self.by_name.get("train", "with_update" in self.name))
         if "batch_norm" in self.name and trains:
-            unread = {id(self.by_name.get(statistic)) for statistic in ("running_mean", "running_var")}
+            unread = {id(self.by_name.get(statistic)) for statistic in _STATISTICS}
         return [t for t in tensors_in((self.args, self.kwargs)) if readable(t) and id(t) not in unread]
 
     def name_of(self, tensor: torch.Tensor) -> str:
@@ -80,28 +83,59 @@ class Call:
         shown = name if name in _TELLING else "a tensor"
         return f"{shown} given to {function or self.name} ({dtype_name(tensor.dtype)} of shape {tuple(tensor.shape)})"
 
-    def largest_in_float32(self, out: torch.Tensor) -> float | None:
-        """The largest magnitude of the same op in float32, from the same inputs; of its input for a cast.
+    def in_float32(self, twin_of: Callable[[torch.Tensor], torch.Tensor | None]) -> object:
+        """Compute it, after it ran, in float32, once; the run stays bitwise what it was.
+
+        Args:
+            twin_of: Gives what to take, and to write, in place of an input, or None.
 
         Returns:
-            That of ``out`` where it is no half tensor; None where the op does not take float32.
+            The result; None where that cannot be computed.
         """
-        if out.dtype not in HALF_DTYPES:
-            return largest(out)
-        if self.name in CAST_OPS and self.inputs:
-            return largest(self.inputs[-1])
-        if id(out) not in self.before and any(tensor is out for tensor in self.inputs):
-            return None  # what it held before is gone
+        if not self._was_computed:
+            self._was_computed = True
+            self._wide = self._compute_in_float32(twin_of)
+        return self._wide
+
+    def _compute_in_float32(self, twin_of: Callable[[torch.Tensor], torch.Tensor | None]) -> object:
+        if self.is_collective:
+            return None
 
         def widen(tensor: torch.Tensor) -> torch.Tensor:
+            twin = twin_of(tensor)
+            if twin is not None:
+                return twin
             if id(tensor) in self.before:
                 return self.before[id(tensor)]
-            return tensor.float() if tensor.dtype in HALF_DTYPES else tensor
+            if tensor.dtype in HALF_DTYPES:
+                return tensor.float()
+            return tensor.clone() if id(tensor) in self._written else tensor
 
+        if any(id(tensor) not in self.before and twin_of(tensor) is None for tensor in self._overwritten):
+            return None
         try:
             args = map_tree(self.args, widen, objects=False)
             kwargs = {k: torch.float32 if v in HALF_DTYPES else v for k, v in self.kwargs.items()}
-            result = self.func(*args, **map_tree(kwargs, widen, objects=False))
+            with self._random_numbers_kept():
+                return self.func(*args, **map_tree(kwargs, widen, objects=False))
         except Exception:  # not every op takes float32 in place of half
             return None
-        return max((largest(t) for t in tensors_in(result)), default=None)
+
+    @functools.cached_property
+    def _overwritten(self) -> list[torch.Tensor]:
+        """What it wrote in place, and may have read before."""
+        arguments = self.func._schema.arguments
+        names = [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
+        values = [self.by_name.get(name) for name in names if name not in _STATISTICS]
+        return [value for value in values if isinstance(value, torch.Tensor) and readable(value)]
+
+    @functools.cached_property
+    def _written(self) -> set[int]:
+        """The ids of what it wrote: the schema of a batch norm does not say that it writes its running statistics."""
+        return {id(value) for value in (*self._overwritten, *map(self.by_name.get, _STATISTICS))}
+
+    def _random_numbers_kept(self) -> contextlib.AbstractContextManager[None]:
+        if torch.Tag.nondeterministic_seeded not in self.func.tags:
+            return contextlib.nullcontext()
+        devices = {tensor.device for tensor in self.inputs if tensor.device.type == "cuda"}
+        return torch.random.fork_rng(devices=list(devices))

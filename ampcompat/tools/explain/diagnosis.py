@@ -15,8 +15,9 @@ from ampcompat.tools.explain.event import Event
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.forwards import Forwards
 from ampcompat.tools.explain.growth import Grown
-from ampcompat.tools.explain.lost import LostStep, costs_more_than_back_off, falling, has_found
-from ampcompat.tools.explain.ops import GRADIENTS, op_fault, setting_of
+from ampcompat.tools.explain.lost import WINDOW, LostStep, costs_more_than_back_off, falling, has_found
+from ampcompat.tools.explain.ops import GRADIENTS, op_fault
+from ampcompat.tools.explain.setting import setting_of
 from ampcompat.tools.explain.spoiled import SpoiledWeights
 from ampcompat.tools.explain.steps import BlockScale, Steps
 from ampcompat.tools.explain.telling import Telling
@@ -111,6 +112,8 @@ class Diagnosis:
         origin = self.spoiled.origin(event, any(steps.made for steps in self.steps.values()))
         fault = op_fault(event, setting_of(case.block.scaler, case.block.scale, origin, self._growth()))
         fault.head, fault.step = case.head, case.step
+        if case.is_fault:
+            fault.wait = ""
         self._join_too_large(fault)
         case.lose_to(fault.key)
         if event.depends_on_scale:  # so do the skips before, at higher scales
@@ -164,9 +167,10 @@ class Diagnosis:
 
     def tell_of_persistent(self, case: Case) -> None:
         """Tell what a watched step has shown: overflows persist, so it is a fault. If none has, watch more steps."""
-        if self.telling.held:
-            latest = self.telling.held[-1]
+        latest = self.telling.held[-1] if self.telling.held else None
+        if latest is not None and case.step - latest.step <= WINDOW:
             case.lose_to(latest.key)
+            latest.wait = ""
             latest.note = f"this is what step {latest.step} showed, which was watched"
             latest.head, latest.step = case.head, case.step
             self.telling.tell(latest)

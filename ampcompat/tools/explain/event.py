@@ -19,6 +19,10 @@ ARGUMENT = "argument"
 COLLECTIVE, UNSEEN = "collective", "unseen"
 
 
+#: What a dispatcher op does to a zero.
+DIVISIONS = ("div", "div_", "reciprocal", "rsqrt", "pow", "true_divide")
+
+
 @dataclass(frozen=True)
 class Made:
     """How a tensor came about: enough to say why a denominator is zero, or where a large number came from."""
@@ -28,6 +32,8 @@ class Made:
     place: Place
     largest: float
     before: Made | None
+    hides: bool = False  # what it was given was not finite, and this is, as softmax of a mask
+    backward: bool = False
 
     def chain(self) -> Iterable[Made]:
         """This one and the cheap ops before it, nearest first."""
@@ -35,6 +41,17 @@ class Made:
         while one is not None:
             yield one
             one = one.before
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """An op that takes or gives what half does not hold, where all before it is computed in float32."""
+
+    op: str
+    place: Place
+    given: float  # the largest magnitude that it takes
+    gives: float
+    backward: bool
 
 
 @dataclass(eq=False)
@@ -50,15 +67,24 @@ class Event:
     elements: int  # of how many
     scalars: tuple[float, ...] = ()  # the numbers that the op was given, an eps or the fill of a mask among them
     denominators: int = 0  # zeros in its last input
+    is_by_count: bool = False  # the last input holds counts
+    is_of_forward: bool = False  # in backward: its inputs are no gradients, so that the loss scale is not in it
     is_by_number_zero: bool = False  # it divides by a number that is 0
     is_of_nothing: bool = False  # one of its inputs has no elements
     made: list[Made] = field(default_factory=list)  # how its inputs were
+    beyond: list[Beyond] = field(default_factory=list)  # what the value reaches, and half does not hold either
     spread: Place | None = None  # where an inf was turned into NaN
     node: str = ""  # in backward, of the autograd graph
     given: str = ""  # for ARGUMENT: which tensor it is, in words
     argument: str = ""  # and the name of that argument
     has_minus_inf: bool = False  # for what came from outside
+    alike: list[Place] = field(default_factory=list)  # where else the same happened in the same step
     rows: str = ""  # for what came from outside: which are not finite, as in ", in row 3"
+
+    @property
+    def chains(self) -> list[Made]:
+        """How its inputs were made, each with the cheap ops before it."""
+        return [made for source in self.made for made in source.chain()]
 
     @property
     def out_of_range(self) -> bool:
@@ -78,7 +104,7 @@ class Event:
     @property
     def depends_on_scale(self) -> bool:
         """Whether it may be gone at a lower loss scale."""
-        return self.backward and not self.is_undefined
+        return self.backward and not self.is_undefined and not self.is_of_forward
 
     @property
     def names_the_argument(self) -> bool:

@@ -23,6 +23,7 @@ class Fault:
     line: ScriptLine | None = None  # the script's
     details: list[tuple[str, str]] = field(default_factory=list)  # labels and texts of what else is told
     growth: Grown | None = None  # of a weight, in the last steps, if that has to do with it
+    wait: str = ""  # what to wait for, while the loss scale comes down
     hints: list[str] = field(default_factory=list)  # what to do, the likeliest first
     covers: list[str] = field(default_factory=list)  # keys of other faults that it tells of
     note: str = ""  # what makes this less than certain
@@ -39,7 +40,8 @@ class Fault:
         lines += self.details
         if self.growth is not None:
             lines.append(("growth", self.growth.text))
-        lines += [("or" if index else "hint", hint) for index, hint in enumerate(self.hints)]
+        hints = [self.wait, *self.hints] if self.wait else self.hints
+        lines += [("or" if index else "hint", hint) for index, hint in enumerate(hints)]
         if self.note:
             lines.append(("note", self.note))
         content = {
@@ -52,7 +54,7 @@ class Fault:
             "line": None if self.line is None else self.line.number,
             "source": None if self.line is None else self.line.source,
             "growth": None if self.growth is None else asdict(self.growth),
-            "hints": self.hints,
+            "hints": hints,
             "note": self.note,
             **self.facts,
         }

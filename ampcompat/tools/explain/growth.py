@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ampcompat.tools.core import Optimizer, ParamGroup, name_of
+from ampcompat.tools.core import Optimizer, ParamGroup, name_of, optimizer_name
 
 #: Steps that are looked back on, and the growth in these that no healthy run has.
 STEPS, FAR = 10, 20.0
@@ -30,6 +30,7 @@ class Grown:
     times: float  # how many times larger that is
     steps: int  # that were made in between
     lr: float | None  # the highest of its group in these; None where that is not a number
+    follows_gradients: bool  # the step is as large as the gradient, as SGD's is: Adam divides by its size
     loss: float = 0.0  # the last that was finite
 
     @property
@@ -66,7 +67,8 @@ class Grown:
         if self.lr is not None and self.lr < 0:
             return "a learning rate that is not negative: look at what sets it, such as a scheduler past its end"
         than = "" if self.lr is None else f" than {self.lr:g}"
-        return f"a lower learning rate{than}, a warmup, or clipped gradients: no precision holds weights that grow so"
+        others = "a warmup, or clipped gradients" if self.follows_gradients else "or a warmup"
+        return f"a lower learning rate{than}, {others}: no precision holds weights that grow so"
 
 
 class History:
@@ -108,7 +110,9 @@ class History:
                 times = now / max(then, usual)
                 if times >= most and now >= LARGE:  # not so for a NaN
                     most = times
-                    found = Grown(name_of(param), then, now, times, len(self.seen) - 1, self._highest_rate(index))
+                    rate = self._highest_rate(index)
+                    is_sgd = "SGD" in optimizer_name(optimizer)
+                    found = Grown(name_of(param), then, now, times, len(self.seen) - 1, rate, is_sgd)
         return found
 
     def _highest_rate(self, group: int) -> float | None:

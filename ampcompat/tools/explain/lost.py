@@ -112,6 +112,7 @@ def put_down(lost: Sequence[LostStep]) -> list[LostStep]:
     """The same steps, each whose cause is not known put down to the fault of the nearest like it.
 
     What the watch shows is likely to have lost the steps near it, too, that running a forward again did not explain.
+    A single skip that nothing explains is a normal one.
     """
     known = _by_what(row for row in lost if row.fault and row.was_looked_into)
     watched = _by_what(row for row in lost if row.fault and row.was_watched)
@@ -121,7 +122,14 @@ def put_down(lost: Sequence[LostStep]) -> list[LostStep]:
         nearest = _nearest(row, like.get(row.what, []))
         is_near = abs(nearest.number - row.number) <= NEAR or not row.was_looked_into
         found.append(replace(row, fault=nearest.fault) if row.is_unknown and is_near else row)
-    return found
+    unknown = [row for row in found if row.is_unknown]
+    return [replace(row, back_off=NORMAL) if row in unknown and _is_single_skip(row, unknown) else row for row in found]
+
+
+def _is_single_skip(row: LostStep, unknown: Sequence[LostStep]) -> bool:
+    """Whether ``row`` is a skip at a loss scale that had worked, and nothing near it is like it: gradients grew."""
+    is_other_near = any(one is not row and abs(one.number - row.number) <= NEAR for one in unknown)
+    return row.what == "gradients" and row.skipped and not is_other_near
 
 
 def _by_what(lost: Iterable[LostStep]) -> dict[str, list[LostStep]]:

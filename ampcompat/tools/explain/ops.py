@@ -7,56 +7,34 @@ from dataclasses import replace
 
 import torch
 
-from ampcompat.tools.core import HALF_DTYPES, LEVELS, LossScaler, kept_in_float32, latest_call
+from ampcompat.tools.core import HALF_DTYPES
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.call import CAST_OPS
 from ampcompat.tools.explain.event import ARGUMENT, GIVEN, Event
 from ampcompat.tools.explain.fault import Fault
-from ampcompat.tools.explain.growth import Grown
-from ampcompat.tools.explain.hints import (
-    CAST_FUNCTIONS,
-    Setting,
-    has_stable_form,
-    hints,
-    in_digits,
-    is_module_of_torch,
-    is_singular,
-)
+from ampcompat.tools.explain.hints import hints
+from ampcompat.tools.explain.in_float32 import is_module_of_torch
 from ampcompat.tools.explain.misuse import spoiling_misuse
 from ampcompat.tools.explain.places import Place
+from ampcompat.tools.explain.setting import Setting
+from ampcompat.tools.explain.too_large import CAST_FUNCTIONS, in_digits, wait_for
+from ampcompat.tools.explain.undefined import is_singular, stable_form
 from ampcompat.tools.tensors import LARGEST
 
 #: The key of gradients that are too large: as the scale falls, they are found in one op after the other.
 GRADIENTS = "gradients"
+#: Lines that are listed where the same happened.
+SHOWN_LINES = 3
 #: What a cast is called, as an op or as a function; "" where amp makes it.
 _CASTS = ("", *CAST_FUNCTIONS, *CAST_OPS)
-
-
-def setting_of(scaler: LossScaler, scale: float, origin: str, growth: Grown | None) -> Setting:
-    """What a fault depends on beside the event, at the ``scale`` that ``scaler`` had."""
-    latest = latest_call()
-    half = ""
-    casts_functions = False
-    if latest is not None and latest.half_dtype is not None:
-        half = dtype_name(latest.half_dtype)
-        casts_functions = LEVELS[latest.opt_level].patch_torch_functions
-    return Setting(
-        half=half,
-        casts_functions=casts_functions,
-        scale=scale,
-        dynamic=scaler.dynamic,
-        origin=origin,
-        growth=growth,
-        kept=kept_in_float32(),
-    )
 
 
 def op_fault(event: Event, setting: Setting) -> Fault:
     """Describe what was born not finite. Any rank tells it: no other knows its batch."""
     may_be_of_weights = event.op not in ("input", "buffer", ARGUMENT) and not is_singular(event)
-    is_static = event.depends_on_scale and not setting.dynamic and setting.scale > 1
+    is_scaled = event.depends_on_scale and not setting.dynamic and setting.scale > 1
     misuse = spoiling_misuse() if may_be_of_weights else None
-    is_of_size = event.op not in (*GIVEN, ARGUMENT) and (has_stable_form(event) or not is_singular(event))
+    is_of_size = event.op not in (*GIVEN, ARGUMENT) and (stable_form(event) or not is_singular(event))
     if misuse is not None or not is_of_size:  # a misuse makes weights grow itself
         setting = replace(setting, growth=None)
     growth = setting.growth
@@ -64,14 +42,16 @@ def op_fault(event: Event, setting: Setting) -> Fault:
     key = _key(event)
     if misuse is not None:
         key = cause = misuse.cause
-    elif growth is not None and not has_stable_form(event):
+    elif growth is not None and not stable_form(event):
         key = cause = growth.cause
-    elif is_static and not _is_too_large_unscaled(event, setting.scale):
+    elif is_scaled and not _is_too_large_unscaled(event, setting.scale):
         cause = f"the loss scale of {in_digits(setting.scale)}, which is too high for {cause}"
     passed = "backward" if event.backward else "forward"
     details = [("pass", passed), ("value" if event.is_nan else "largest", _largest(event))]
     if event.spread is not None and event.spread != event.place:
         details.append(("then", _spread(event.spread)))
+    if event.alike:
+        details.append(("also", _alike(event)))
     return Fault(
         what=_what(event),
         where=_where(event),
@@ -81,6 +61,7 @@ def op_fault(event: Event, setting: Setting) -> Fault:
         line=event.place.line,
         details=details,
         growth=growth,
+        wait=wait_for(event, setting) if misuse is None and growth is None else "",
         hints=hints(event, setting) if misuse is None else [misuse.hint],
         facts={
             "op": event.op,
@@ -108,7 +89,7 @@ def _key(event: Event) -> str:
 
 def _is_too_large_unscaled(event: Event, scale: float) -> bool:
     """Whether ``event`` is a gradient that float16 does not hold at any loss scale of 1 or more."""
-    if not event.backward or not event.out_of_range or event.value is None:
+    if not event.depends_on_scale or not event.out_of_range or event.value is None:
         return False
     return event.value / scale > LARGEST
 
@@ -193,13 +174,22 @@ def _spread(place: Place) -> str:
     return f"became NaN in {op}{spot}"
 
 
+def _alike(event: Event) -> str:
+    """Where else the same happened, as in "2 times more in this line, and in train.py:31"."""
+    here = sum(place.line == event.place.line for place in event.alike)
+    lines = {place.line: "" for place in event.alike if place.line not in (None, event.place.line)}
+    found = [f"{here} time{'s' if here > 1 else ''} more in this line"] if here else []
+    found += [f"in {line.file}:{line.number}" for line in lines if line is not None][:SHOWN_LINES]
+    return f"the same {', and '.join(found)}" if found else "the same in other lines"
+
+
 def _largest(event: Event) -> str:
     value = event.value
     if value is None:
         return "not known: the op does not compute in float32"
     if not math.isfinite(value):
         is_given = event.op in (*GIVEN, ARGUMENT)
-        name = "NaN" if math.isnan(value) else "inf"
+        name = "NaN" if math.isnan(value) else "-inf" if event.has_minus_inf else "inf"
         return name if is_given else f"{name}, in float32 too with these inputs"
     if event.dtype == torch.float16 and value <= LARGEST:
         return f"{value:.6g} in float32: something on the way left the range of float16"

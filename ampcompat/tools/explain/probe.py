@@ -7,6 +7,7 @@ an output or a gradient. So every non-finite tensor carries its origin, the op t
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -17,15 +18,31 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import _torch
-from ampcompat.tools.core import Args, Kwargs, master_of, tensors_in
+from ampcompat.tools.core import HALF_DTYPES, Args, Kwargs, master_of, tensors_in
 from ampcompat.tools.explain.call import CAST_OPS, Call
 from ampcompat.tools.explain.event import ARGUMENT, COLLECTIVE, UNSEEN, Event, Made
-from ampcompat.tools.explain.places import Place, Places
+from ampcompat.tools.explain.places import NOWHERE, Place, Places
+from ampcompat.tools.explain.twins import Twins
 from ampcompat.tools.frames import is_called_by_amp
 from ampcompat.tools.tensors import count_not_finite, covers_storage, is_finite, largest, readable, storage
 
 #: Ops that leave a value about as large as it was: what came before is kept with them.
-_CHEAP = ("_to_copy", "sqrt", "add", "clamp", "view", "expand", "unsqueeze", "clamp_min", "detach", "maximum", "copy_")
+_CHEAP = frozenset(
+    (
+        "_to_copy",
+        "copy_",
+        "sqrt",
+        "add",
+        "rsub",
+        "clamp",
+        "clamp_min",
+        "maximum",
+        "view",
+        "expand",
+        "unsqueeze",
+        "detach",
+    )
+)
 #: Rows that are written out.
 SHOWN_ROWS = 8
 
@@ -53,6 +70,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.origins: dict[int, Event] = {}
         self.later: dict[int, Later] = {}
         self.made: dict[int, Made] = {}
+        self.twins = Twins()
         self._reduced: set[int] = set()  # what other ranks write into, some time after the collective was called
         self._is_paused = False
         self._process = os.getpid()  # the copies that a data loader forks are not looked at
@@ -92,7 +110,16 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The earliest origin of what is not finite in ``tensors``."""
         bad = [t for t in tensors if not is_finite(t)]
         found = [self.origins[storage(t)] for t in bad if storage(t) in self.origins]
-        return min(found, key=self.events.index, default=None)
+        first = min(found, key=self.events.index, default=None)
+        if first is not None:
+            alike = (one for one in self.events if one is not first and _kind(one) == _kind(first))
+            first.alike = [one.place for one in alike]
+        return first
+
+    def received(self, grads: Iterable[torch.Tensor]) -> None:
+        """Note gradients that a backward begins with."""
+        for grad in grads:
+            self.made[storage(grad)] = Made("gradient", (), NOWHERE, largest(grad), None, backward=True)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -105,7 +132,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._reduced.update(storage(tensor) for tensor in call.inputs)
         for out in tensors_in(result):
             if readable(out):
-                self._examine(call, out)
+                self._examine(call, out, result)
         if result is None:
             self._follow_lists(call)
         return result
@@ -123,7 +150,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if origin is not None:
                 self.origins.setdefault(storage(written), origin)
 
-    def _examine(self, call: Call, out: torch.Tensor) -> None:
+    def _examine(self, call: Call, out: torch.Tensor, result: object) -> None:
         """Note how a result was made, and where what is not finite in it comes from."""
         if "empty" in call.name:  # what is there is not read before it is written
             self.origins.pop(storage(out), None)
@@ -137,18 +164,20 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if made.largest < float("inf"):
             if not is_view and covers_storage(out):
                 self.origins.pop(storage(out), None)
+                self.twins.forget(out)
             return
         origin = self._origin_of(call, out if is_written else None)
         if origin is None:
-            self._born_of(call, out, made, sources)
+            self._born_of(call, out, result, made, sources)
             return
+        self.twins.follow(call, result, origin, made.place)
         if _torch.current_node() is not None:
             origin = self._reaching(call, out, origin, made)
         if origin.spread is None and not origin.is_nan and bool(torch.isnan(out).any()):
             origin.spread = made.place
         self.origins[storage(out)] = origin
 
-    def _born_of(self, call: Call, out: torch.Tensor, made: Made, sources: list[Made]) -> None:
+    def _born_of(self, call: Call, out: torch.Tensor, result: object, made: Made, sources: list[Made]) -> None:
         """Note that an op gave ``out`` from finite inputs."""
         node = _torch.current_node()
         last = call.inputs[-1] if call.inputs else out
@@ -157,9 +186,11 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out,
             COLLECTIVE if call.is_collective else call.name,
             made.place._replace(function="") if is_cast_by_amp else made.place,
-            call.largest_in_float32(out),
+            self.twins.begin(call, result) if out.dtype in HALF_DTYPES else made.largest,
             scalars=made.scalars,
             denominators=0 if last is out else int((last == 0).sum()),
+            is_by_count=bool((last == last.round()).all()) and bool((last.abs() >= 1).any()),
+            is_of_forward=node is not None and not any(source.backward for source in sources),
             is_by_number_zero="div" in call.name and 0.0 in call.numbers,
             is_of_nothing=any(t.numel() == 0 for t in call.inputs),
             made=sources,
@@ -214,7 +245,13 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _made(self, call: Call, out: torch.Tensor, sources: list[Made]) -> Made:
         scalars = tuple(number for number in call.numbers if number not in (0, 1))
         before = sources[0] if sources and call.name in _CHEAP else None
-        return Made(call.name, scalars, self.places.here(), largest(out), before)
+        if call.name == "mul" and _torch.current_node() is not None:  # the backward of exp multiplies by its result
+            before = next((source for source in sources if source.op == "exp"), None)
+        size = largest(out)
+        hides = math.isfinite(size) and not all(map(is_finite, call.inputs))
+        return Made(
+            call.name, scalars, self.places.here(), size, before, hides, backward=_torch.current_node() is not None
+        )
 
     def _origin_of(self, call: Call, written: torch.Tensor | None) -> Event | None:
         """The origin of what is not finite in the inputs of an op; None where they are finite."""
@@ -246,6 +283,10 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             argument=call.name_of(unknown),
             rows=_rows(unknown),
         )
+
+
+def _kind(event: Event) -> tuple[object, ...]:
+    return event.op, event.backward, event.out_of_range, event.is_undefined
 
 
 def _but_masks(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -14,14 +14,14 @@ class SpoiledWeights:
         self.since = 0  # the step that left them, among those of all optimizers; 0 where none is known
         self.by = ""  # the key of the fault that this step was lost to; "" where that is not known
         self._has_seen_initialize = False
-        self._before: set[tuple[str, str]] = set()  # models and weights that were not finite at initialize
+        self._before: set[tuple[str, str]] = set()  # models, and weights and buffers that were not finite at initialize
 
     def note_initialize(self) -> None:
-        """Note the weights that are not finite before any step."""
+        """Note the weights and buffers that are not finite before any step."""
         self._has_seen_initialize = True
         for model in live_models():
-            for name, param in model.named_parameters():
-                if not is_finite(param):
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                if not is_finite(tensor):
                     self._before.add((type(model).__name__, name))
 
     def note(self, step: int, fault: str) -> None:
@@ -34,12 +34,14 @@ class SpoiledWeights:
         self.since, self.by = 0, ""
 
     def origin(self, event: Event, is_any_step_made: bool) -> str:
-        """Where the parameter that ``event`` is may come from."""
+        """Where the parameter, or buffer, that ``event`` is may come from; "" where that is not known."""
         if (event.place.model, event.place.module) in self._before:
             return (
                 "it was not finite before amp.initialize already: look at how the model is made, or at the checkpoint"
                 " it came from"
             )
+        if event.op == "buffer":
+            return ""
         if is_any_step_made:
             return "no step is known to have written it: look at what else writes weights, such as load_state_dict"
         if self._has_seen_initialize:

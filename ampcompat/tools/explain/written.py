@@ -12,7 +12,7 @@ from ampcompat.tools.core import HALF_DTYPES, Master, Optimizer, master_of, name
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.growth import History
-from ampcompat.tools.explain.hints import BFLOAT16
+from ampcompat.tools.explain.in_float32 import BFLOAT16
 from ampcompat.tools.explain.misuse import spoiling_misuse
 from ampcompat.tools.explain.numbers import MASTERS, not_representable
 from ampcompat.tools.explain.weights import params_of, state_of

@@ -158,7 +158,7 @@ def layers_that_grow(cure):
         for layer in model.blocks:
             nn.init.eye_(layer.weight).mul_(2.0)
         model.blocks[0].weight.mul_(8.0)
-    train(model, "O1", lambda m: m(X).float()[:, :4].pow(2).mean(), **({} if cure is None else {"keep_fp32": cure[1]}))
+    train(model, "O1" if cure is None else cure[1], lambda m: m(X).float()[:, :4].pow(2).mean())
 
 
 def vae_beyond_float32(cure):
@@ -209,6 +209,119 @@ class Masked(nn.Module):
 
 def mask_in_a_buffer(cure):
     train(Masked(-1e9 if cure is None else float(cure[1])), "O2")
+
+
+class Recurrent(nn.Module):
+    """Its state is multiplied in each turn."""
+
+    def __init__(self, bound):
+        super().__init__()
+        self.hidden, self.out, self.bound = nn.Linear(8, 8), nn.Linear(8, 4), bound
+        self.hidden.weight.data.copy_(3.0 * torch.eye(8))
+
+    def forward(self, x):
+        state = x
+        for _ in range(14):
+            state = self.bound(self.hidden(state) + x)
+        return self.out(state)
+
+
+def loop_that_grows(cure):
+    train(Recurrent(torch.relu if cure is None else getattr(torch, cure[1])), "O1")
+
+
+class Cubes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+        self.first.weight.data.mul_(80.0)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.norm(self.second(h * h * h))
+
+
+def op_and_layer_beyond_float16(cure):
+    """The op is the script's, and the layer after it takes half alone: the module around both is kept."""
+    model = nn.Module()
+    model.cubes, model.fc = Cubes(), nn.Linear(8, 4)
+    model.forward = lambda x: model.fc(model.cubes(x))
+    train(model, "O1", **({} if cure is None else {"keep_fp32": cure[1]}))
+
+
+def op_and_layer_beyond_float16_at_o2(cure):
+    """The model itself would have to be kept."""
+    model = nn.Sequential(Cubes(), nn.Linear(8, 4))
+    with torch.no_grad():
+        model[0].second.weight.mul_(100.0)
+        model[0].norm = nn.Identity()
+    model.append(nn.LayerNorm(4))
+    train(model, "O2" if cure is None else cure[1])
+
+
+def targets_that_are_large(cure):
+    target = torch.full((16, 4), 12000.0).half()
+
+    def loss(model):
+        y = model(X)
+        error = (y if cure is None else y.float()) - target
+        return (error * error).mean() * 1e-3
+
+    train(Layers(), "O1", loss)
+
+
+def probabilities_that_are_masked(cure):
+    """The entropy of a policy whose last action is never allowed."""
+
+    def loss(model):
+        p = torch.softmax(model(X).float().masked_fill(torch.arange(4) == 3, -torch.inf), -1)
+        log = torch.log(p if cure is None else p.clamp_min(float(cure[1])))
+        return (p * log).sum(-1).mean()
+
+    train(Layers(), "O1", loss)
+
+
+def two_logarithms(cure):
+    def loss(model):
+        y = model(X)[:, 0] * 1e3
+        target = (Y > 1).float()
+        if cure is not None:
+            return -(target * F.logsigmoid(y.float()) + (1 - target) * F.logsigmoid(-y.float())).mean()
+        p = torch.sigmoid(y)
+        return -(target * torch.log(p) + (1 - target) * torch.log(1 - p)).mean()
+
+    train(Layers(), "O1", loss)
+
+
+def ratio_of_probabilities(cure):
+    """As that of PPO, whose gradient is multiplied by the ratio."""
+
+    def loss(model):
+        difference = model(X)[:, 0].float() + 11
+        ratio = torch.exp(difference if cure is None else difference.clamp(max=float(cure[1])))
+        return (ratio * 50).mean()
+
+    train(Layers(), "O1", loss)
+
+
+class RootMeanSquare(nn.Module):
+    def __init__(self, wide, narrow):
+        super().__init__()
+        self.wide, self.narrow = wide, narrow
+
+    def forward(self, x):
+        square = x.pow(2).mean(-1, keepdim=True) + 1e-6
+        return x * self.narrow(torch.rsqrt(self.wide(square)))
+
+
+def gradient_of_a_small_root(cure):
+    """It takes the cube of the root, which is no matter of the loss scale."""
+    same = lambda t: t  # noqa: E731
+    model = nn.Sequential(nn.Linear(8, 8), nn.Module(), nn.Linear(8, 4))
+    model[0].weight.data.mul_(1e-3)
+    model[0].bias.data.zero_()
+    model[1] = RootMeanSquare(same, same) if cure is None else RootMeanSquare(torch.Tensor.float, torch.Tensor.half)
+    train(model, "O3", loss_scale="dynamic")
 
 
 class RunningSum(nn.Module):
@@ -380,8 +493,8 @@ CURES = {
     end_of_range: r"\.clamp\((\S+), (\S+)\) on what goes into it",
     number_of_zero: r"a division by the number 0: .* such as a count that nothing has counted",
     variance_below_zero: r"the root of a negative number: \.clamp_min\((\S+)\) on what goes into it",
-    count_of_zero: r"\.clamp_min\(\) on the denominator with what it is at least, as (\d) for a count",
-    layers_that_grow: r"keep_fp32=\['(blocks\.\*)'\]",
+    count_of_zero: r"\.clamp_min\((\d)\) on the denominator",
+    layers_that_grow: r"AMPCOMPAT_DTYPE=bfloat16 \(or opt_level='(O4)'/'O5'\)",
     vae_beyond_float32: r"\.clamp\(max=(\d+)\) on what goes into it",
     optimizer_that_amp_does_not_know: r"give amp\.initialize each optimizer that steps the model, and scale_loss",
     mask: r"write (\S+) in place of it",
@@ -402,6 +515,14 @@ CURES = {
     layer_beyond_float16: r"keep_fp32=\['(\S+)'\]",
     layers_beyond_float16: r"keep_fp32=(\['2', '4'\])",
     gradients_edited_at_o2: r"clip or scale the gradients of amp\.master_params\(optimizer\)",
+    loop_that_grows: r"bound what goes round in this loop, by torch\.(\w+), .* from \S+ to \S+ in \d+ of them",
+    op_and_layer_beyond_float16: r"keep_fp32=\['(cubes)'\]",
+    op_and_layer_beyond_float16_at_o2: r"AMPCOMPAT_DTYPE=bfloat16 \(or opt_level='O4'/'(O5)'\)",
+    targets_that_are_large: r"the loss in float32: \.float\(\) on what the model returned, before it goes into mul",
+    probabilities_that_are_masked: r"a mask of -inf makes 0: \.clamp_min\((\S+)\) on what goes into it",
+    two_logarithms: r"F\.logsigmoid\(x\) in place of log\(sigmoid\(x\)\), F\.logsigmoid\(-x\) in place of",
+    ratio_of_probabilities: r"\.clamp\(max=(\d+)\) on what goes into exp, where it reaches 1\S+: the gradient",
+    gradient_of_a_small_root: r"\.float\(\) on what goes into rsqrt, and \.half\(\) on what comes of it before",
     squares: r"\.float\(\) on what goes into pow",
 }
 

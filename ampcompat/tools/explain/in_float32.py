@@ -1,0 +1,130 @@
+"""Ways to compute in float32, or in bfloat16, what float16 does not hold."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ampcompat.tools.core import LEVELS
+from ampcompat.tools.explain.call import CAST_OPS
+from ampcompat.tools.explain.event import Beyond, Event
+from ampcompat.tools.explain.places import Place
+from ampcompat.tools.explain.setting import Setting
+from ampcompat.tools.tensors import LARGEST
+
+_BFLOAT16_LEVELS = "/".join(repr(name) for name, row in LEVELS.items() if row.half_dtype == torch.bfloat16)
+BFLOAT16 = f"AMPCOMPAT_DTYPE=bfloat16 (or opt_level={_BFLOAT16_LEVELS}): bfloat16 reaches as far as float32"
+#: Functions of torch that are called by these names, and that casts of functions reach.
+_FUNCTIONS = ("matmul", "bmm", "mm", "baddbmm", "einsum", "exp", "pow", "sum", "mean", "norm", "cumsum", "square")
+#: Ops of functions that casts of functions give half, whatever they get.
+_HALF_OPS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "convolution", "linear")
+#: More modules than a reader would list.
+_MANY = 3
+
+
+def bfloat16(setting: Setting) -> list[str]:
+    """A hint, where float16 is used."""
+    return [BFLOAT16] if setting.half == "float16" else []
+
+
+def keep_fp32(setting: Setting, *modules: str | None) -> list[str]:
+    """A hint, unless one of them is the model itself: at O0 all of it is float32."""
+    if not modules or not all(modules):
+        return []
+    names = list(dict.fromkeys([*setting.kept, *map(str, modules)]))
+    return [f"amp.initialize(..., keep_fp32={names})   or   AMPCOMPAT_KEEP_FP32={','.join(names)}"]
+
+
+def forward_in_float32(event: Event, setting: Setting) -> list[str]:
+    """Ways to hold ``event``, a result of the forward, and what it reaches; the surest first."""
+    reached = [one for one in event.beyond if not one.backward]
+    needed = [event.place, *(one.place for one in reached if _leaves_range(one) or _is_cast_to_half(one, setting))]
+    own = [place for place in needed if not is_module_of_torch(place)]
+    if len(own) == len(needed):
+        return [*_op_in_float32(event, setting, own), *_modules_in_float32(own, reached, setting), *bfloat16(setting)]
+    modules = _modules_in_float32(needed, reached, setting)
+    is_short = len(modules) == 1 and modules[0].count(",") < 2 * _MANY and "*" not in modules[0]
+    return [*modules, *bfloat16(setting)] if is_short else [*bfloat16(setting), *modules]
+
+
+def _leaves_range(one: Beyond) -> bool:
+    """Whether the op makes what half does not hold of what it does."""
+    return one.given <= LARGEST < one.gives
+
+
+def _is_cast_to_half(one: Beyond, setting: Setting) -> bool:
+    """Whether the op is computed in half although it is given what half does not hold."""
+    if one.given <= LARGEST:
+        return False
+    is_of_layer = setting.casts_weights and is_module_of_torch(one.place)
+    return is_of_layer or one.op in (*_HALF_OPS, *CAST_OPS)
+
+
+def _op_in_float32(event: Event, setting: Setting, places: Sequence[Place]) -> list[str]:
+    """How the script computes ``event`` in float32; the other ``places`` follow, but for functions that are cast."""
+    functions = [place.function for place in places if place.function in _FUNCTIONS]
+    if setting.casts_functions and functions:
+        calls = [f"amp.register_float_function(torch, '{function}')" for function in dict.fromkeys(functions)]
+        return [f"{' and '.join(calls)} before amp.initialize"]
+    return of_line_in_float32(event, setting)
+
+
+def of_line_in_float32(event: Event, setting: Setting) -> list[str]:
+    """What the line of ``event`` says for float32."""
+    place = event.place
+    if not setting.half or place.line is None or is_module_of_torch(place):
+        return []
+    function = place.function or event.op
+    if place.module is None:
+        return [f"compute the loss in float32: .float() on what the model returned, before it goes into {function}"]
+    wide = f"compute it in float32: .float() on what goes into {function}"
+    if setting.casts_weights:
+        short = ".half()" if setting.half == "float16" else ".bfloat16()"
+        once = "" if event.backward else ", once that is small again,"
+        wide += f", and {short} on what comes of it{once} before a layer takes it"
+    return [wide]
+
+
+def _modules_in_float32(places: Sequence[Place], reached: Sequence[Beyond], setting: Setting) -> list[str]:
+    """The modules around ``places``, as names to keep; a level that casts weights casts what leaves these to half."""
+    if not setting.casts_weights:
+        return keep_fp32(setting, *_listed(place.module for place in places))
+    inside = [_parent(place.module) if is_module_of_torch(place) else place.module for place in places]
+    inside += [one.place.module for one in reached if one.given > LARGEST]
+    if None in inside:
+        return []  # what the model returns is too large for half
+    names = [str(name).split(".") for name in inside]
+    shared = itertools.takewhile(lambda words: len(set(words)) == 1, zip(*names, strict=False))
+    return keep_fp32(setting, ".".join(words[0] for words in shared))
+
+
+def _parent(module: str | None) -> str | None:
+    return None if module is None else module.rpartition(".")[0]
+
+
+def _listed(modules: Iterable[str | None]) -> list[str | None]:
+    """``modules`` without those inside of another; as "blocks.*" where several are in one list of layers."""
+    names = list(dict.fromkeys(modules))
+    names = [name for name in names if not any(_is_inside(name, other) for other in names)]
+    lists = [_list_of(name) for name in names]
+    return list(
+        dict.fromkeys(f"{of}.*" if of and lists.count(of) > 1 else name for name, of in zip(names, lists, strict=True))
+    )
+
+
+def _is_inside(name: str | None, other: str | None) -> bool:
+    return bool(name and other) and str(name).startswith(f"{other}.")
+
+
+def _list_of(name: str | None) -> str:
+    """The name of the list of layers that a module is in, as "blocks" for "blocks.18.fc1"; "" where it is in none."""
+    words = (name or "").split(".")
+    numbers = [place for place, word in enumerate(words) if word.isdecimal()]
+    return ".".join(words[: numbers[0]]) if numbers else ""
+
+
+def is_module_of_torch(place: Place) -> bool:
+    """Whether ``place`` is in a module that torch has."""
+    return hasattr(torch.nn, place.kind or " ")

@@ -1,0 +1,166 @@
+"""What to do about a result that is too large for half, and that float32 holds, the surest cure first."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ampcompat.tools.explain.call import CAST_OPS
+from ampcompat.tools.explain.event import Beyond, Event
+from ampcompat.tools.explain.in_float32 import (
+    bfloat16,
+    forward_in_float32,
+    is_module_of_torch,
+    keep_fp32,
+    of_line_in_float32,
+)
+from ampcompat.tools.explain.setting import Setting
+from ampcompat.tools.explain.undefined import stable_form
+from ampcompat.tools.tensors import LARGEST
+
+_MULTIPLICATIONS = ("mul", "mul_", "div", "div_", "add", "add_", "addmm", "baddbmm")
+#: Functions that only change the dtype.
+CAST_FUNCTIONS = ("to", "float", "half", "bfloat16", "type")
+#: What an exponential gives beyond it is not made small again by what follows.
+_FAR_BEYOND_HALF = 1e8
+#: An exponential that multiplies a gradient by more is what makes it large.
+_LARGE_FACTOR = 1e3
+#: How much less than the largest float16 a gradient is to be: there is a loss scale in it.
+_SPARE = 16
+#: A line that runs so often, each time with a result that is larger by so much, is a loop that grows.
+_TURNS, _GROWTH = 3, 1.2
+SMALLER_INPUTS = "smaller inputs: normalize what goes into the model"
+_SMALLER_LOSS = "a smaller loss (a mean in place of a sum, a smaller factor on it)"
+
+
+def in_forward(event: Event, setting: Setting) -> list[str]:
+    """For a result of the forward, the loss included."""
+    function = event.place.function
+    is_cast = function in CAST_FUNCTIONS and event.place.line is not None and not is_module_of_torch(event.place)
+    if is_cast and setting.casts_functions:
+        return [do_not_cast(event.dtype, setting), *bfloat16(setting)]
+    if is_cast:
+        reaches = "" if event.value is None else f"; here it reaches {event.value:.3g}"
+        early = f"cast it where it is small again: {function}() after what makes it smaller{reaches}"
+        return [early, *bfloat16(setting)]
+    if event.op == "_to_copy" and not event.made:
+        return [SMALLER_INPUTS, *forward_in_float32(event, setting)]
+    if event.op == "exp" and event.elements == 1:  # a learned temperature
+        return [".clamp(max=4.6) on what goes into exp: a factor of 100 at most, as in CLIP", *bfloat16(setting)]
+    if event.op == "exp" and event.value is not None and event.value > _FAR_BEYOND_HALF:
+        exponent = math.log(event.value)
+        far = f".clamp(max=10) on what goes into exp, where it reaches {exponent:.3g}: no float16 holds that"
+        return [far, *bfloat16(setting)]
+    return [*_smaller_constant(event), *_bound(event), *forward_in_float32(event, setting)]
+
+
+def do_not_cast(dtype: torch.dtype, setting: Setting) -> str:
+    """A hint for a cast to half where functions are cast."""
+    cast = ".bfloat16()" if dtype == torch.bfloat16 else ".half()"
+    return f"do not call {cast} on it: casts of functions give {setting.half} to each that takes it"
+
+
+def _smaller_constant(event: Event) -> list[str]:
+    """Name the number without which the result would not have been too large."""
+    if event.op not in _MULTIPLICATIONS or event.value is None:
+        return []
+    for number in event.scalars:
+        factor = 1 / number if event.op.startswith("div") else number
+        most = max([event.value, *(max(one.given, one.gives) for one in event.beyond if not one.backward)])
+        if abs(factor) > 1 and most / abs(factor) <= LARGEST:
+            word = "a larger divisor" if event.op.startswith("div") else "a smaller constant"
+            return [f"{word} than {number:g}: the result is {event.value:.3g}, and float16 ends at {LARGEST:g}"]
+    return []
+
+
+def _bound(event: Event) -> list[str]:
+    """For a loop in which a value grows with each turn: what follows is too large at any precision."""
+    turns = [event.value or 0.0]
+    for one in event.beyond:
+        is_turn = not one.backward and (one.op, one.place) == (event.op, event.place)
+        if is_turn and not one.gives < _GROWTH * turns[-1]:  # nor where float32 does not hold it
+            turns.append(one.gives)
+    if len(turns) < _TURNS:
+        return []
+    return [
+        f"bound what goes round in this loop, by torch.tanh, a LayerNorm or .clamp: it is multiplied in each turn, from"
+        f" {turns[0]:.3g} to {turns[-1]:.3g} in {len(turns)} of them"
+    ]
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+def in_backward(event: Event, setting: Setting) -> list[str]:
+    """For a gradient."""
+    stable = stable_form(event)
+    if stable:
+        return [stable, *_gradient_in_float32(event, setting)]
+    if event.value is None:
+        return [_SMALLER_LOSS, *_gradient_in_float32(event, setting), *bfloat16(setting)]
+    if event.is_of_forward:
+        return [*_gradient_in_float32(event, setting), *bfloat16(setting)]
+    plain = event.value / setting.scale
+    if plain > LARGEST:
+        smaller = f"{_SMALLER_LOSS}: even without the loss scale the gradient is {plain:.3g}"
+        ways = [smaller, *_gradient_in_float32(event, setting)]
+        if _is_all_in_loss(event, setting):
+            ways = ways[1:] + ways[:1]
+        return [*_smaller_exponential(event, plain), *_larger_eps(event), *ways, *bfloat16(setting)]
+    if not setting.dynamic:
+        dynamic = "loss_scale='dynamic': it finds the highest that works, and follows the gradients"
+        return [dynamic, *_gradient_in_float32(event, setting)]
+    return [_SMALLER_LOSS, *_gradient_in_float32(event, setting)]
+
+
+def wait_for(event: Event, setting: Setting) -> str:
+    """For a gradient that a lower loss scale holds, while the scale comes down; "" for anything else."""
+    if not event.depends_on_scale or not setting.dynamic or event.value is None or stable_form(event):
+        return ""
+    plain = event.value / setting.scale
+    if plain > LARGEST:
+        return ""
+    fits = 2.0 ** math.floor(math.log2(LARGEST / plain)) if plain else setting.scale
+    return (
+        f"wait: without the loss scale of {in_digits(setting.scale)} the gradient is {plain:.3g}, and the scale is on"
+        f" its way down to {in_digits(fits)}; amp.initialize(..., max_loss_scale={in_digits(fits)}) starts there"
+    )
+
+
+def _gradient_in_float32(event: Event, setting: Setting) -> list[str]:
+    return [*of_line_in_float32(event, setting), *keep_fp32(setting, event.place.module)]
+
+
+def _is_all_in_loss(event: Event, setting: Setting) -> bool:
+    """Whether the gradient is small again when it comes to the model: float32 holds what is before."""
+
+    def is_too_large_there(one: Beyond) -> bool:
+        is_in_model = one.place.module is not None or one.op in CAST_OPS
+        return one.backward and is_in_model and one.given / setting.scale > LARGEST
+
+    return event.place.module is None and not any(map(is_too_large_there, event.beyond))
+
+
+def _smaller_exponential(event: Event, plain: float) -> list[str]:
+    """For a gradient that is multiplied by what an exponential gave."""
+    for made in event.chains:
+        if made.op == "exp" and plain > made.largest > _LARGE_FACTOR:
+            exponent = math.log(made.largest)
+            most = math.floor(exponent - math.log(_SPARE * plain / LARGEST))
+            reaches = f"where it reaches {exponent:.3g}: the gradient is multiplied by the result"
+            return [f".clamp(max={most}) on what goes into exp, {reaches}"]
+    return []
+
+
+def _larger_eps(event: Event) -> list[str]:
+    """For a gradient that a tensor has divided: mean and the like divide by numbers."""
+    if not any(made.op == "div" and not made.scalars and made.largest > LARGEST for made in event.made):
+        return []
+    return [
+        "a larger eps in this denominator, as in / (... + 1e-3), or F.cosine_similarity: the gradient is divided by"
+        " what is next to 0"
+    ]
+
+
+def in_digits(scale: float) -> str:
+    """As in "16777216"."""
+    return f"{scale:.0f}" if scale >= 1 else f"{scale:g}"

@@ -1,0 +1,75 @@
+"""Twins in float32 of what left the range of half: what it would be, had the ops from there on been float32.
+
+One op in float32 is no cure where the next casts its result to half again. So each op that such a value reaches is
+computed in float32 too, beside the run, and those that take or give what half does not hold are noted.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ampcompat import _torch
+from ampcompat.tools.core import tensors_in
+from ampcompat.tools.explain.call import Call
+from ampcompat.tools.explain.event import Beyond, Event
+from ampcompat.tools.explain.places import Place
+from ampcompat.tools.tensors import LARGEST, largest, readable, storage
+
+#: Ops that are noted for one value.
+MOST = 200
+
+
+class Twins:
+    """The twins of tensors, by their storages: a view of a tensor has its part of the twin."""
+
+    def __init__(self) -> None:
+        self._of_storages: dict[int, torch.Tensor] = {}  # one element for each of the storage
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The twin of ``tensor``; None where it has none."""
+        whole = self._of_storages.get(storage(tensor))
+        if whole is None or whole.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():
+            return None
+        return whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Note that what ``tensor`` held before is gone."""
+        self._of_storages.pop(storage(tensor), None)
+
+    def begin(self, call: Call, result: object) -> float | None:
+        """Compute the op that gave what is not finite in float32.
+
+        Returns:
+            The largest magnitude; None where the op does not take float32.
+        """
+        wide = call.in_float32(self.of)
+        if wide is None:
+            return None
+        self._keep(result, wide)
+        return max(map(largest, tensors_in(wide)), default=None)
+
+    def follow(self, call: Call, result: object, origin: Event, place: Place) -> None:
+        """Compute an op that what is not finite has reached in float32, and note it where half does not hold that."""
+        twins = [twin for twin in map(self.of, call.inputs) if twin is not None]
+        if not twins:
+            return
+        given = max(map(largest, twins))
+        wide = call.in_float32(self.of)
+        if wide is None:
+            return
+        self._keep(result, wide)
+        is_half = any(out.dtype == torch.float16 for out in tensors_in(result))
+        gives = max(map(largest, tensors_in(wide)), default=0.0)
+        if is_half and max(given, gives) > LARGEST and len(origin.beyond) < MOST:
+            origin.beyond.append(Beyond(call.name, place, given, gives, _torch.current_node() is not None))
+
+    def _keep(self, result: object, wide: object) -> None:
+        for out, twin in zip(tensors_in(result), tensors_in(wide), strict=False):
+            known = self._of_storages.get(storage(out)) if readable(out) else None
+            is_kept = known is not None and storage(known) == storage(twin)  # a view, or written in place
+            if not readable(out) or is_kept:
+                continue
+            memory = torch.empty(0, dtype=out.dtype, device=out.device).set_(out.untyped_storage())
+            whole = memory.to(twin.dtype, copy=True)
+            whole.as_strided(out.size(), out.stride(), out.storage_offset()).copy_(twin)
+            self._of_storages[storage(out)] = whole

@@ -1,0 +1,194 @@
+"""What float32 does not hold either, with the same inputs: a table of such results, and what to do about each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ampcompat.tools.core import HALF_DTYPES
+from ampcompat.tools.explain.call import CAST_OPS
+from ampcompat.tools.explain.event import DIVISIONS, Event
+from ampcompat.tools.explain.setting import Setting
+
+_LOGARITHMS = ("log", "log_", "log2", "log10", "log1p", "logit")
+_STABLE_FORMS = {
+    "softmax": "F.log_softmax(x, dim) in place of log(softmax(x)), or F.cross_entropy, which takes logits",
+    "sigmoid": "F.logsigmoid(x) in place of log(sigmoid(x)), F.logsigmoid(-x) in place of log(1 - sigmoid(x)), or"
+    " F.binary_cross_entropy_with_logits, which takes logits",
+}
+
+
+class _Cure(NamedTuple):
+    """What to do about such a result."""
+
+    is_for: Callable[[Event], bool]
+    text: str
+    is_sure: bool = False  # whatever the precision of the inputs
+
+
+def _is_root(event: Event) -> bool:
+    return event.backward and event.node.startswith(("Sqrt", "LinalgVectorNorm", "Norm", "Pow"))
+
+
+def _is_end_of_range(event: Event) -> bool:
+    return event.backward and event.node.startswith(("Acos", "Asin", "Atanh", "Acosh"))
+
+
+def _is_written(event: Event) -> bool:
+    """Whether the script wrote a NaN, or an inf, as a number of its own."""
+    return event.op == "lift_fresh" or not all(map(math.isfinite, event.scalars))
+
+
+def _is_logarithm(event: Event) -> bool:
+    return event.op in _LOGARITHMS or event.place.function in _LOGARITHMS
+
+
+def _is_logarithm_of_masked(event: Event) -> bool:
+    """Whether it is of a probability that a mask of -inf has made 0."""
+    return _is_logarithm(event) and any(made.hides for made in event.chains)
+
+
+def _is_nan_of(*ops: str) -> Callable[[Event], bool]:
+    """Whether one of ``ops`` is NaN because there is too little to compute it from."""
+    return lambda event: event.is_nan and not event.backward and event.op in ops
+
+
+#: The first row that is for an event is told.
+_UNDEFINED = (
+    _Cure(
+        _is_nan_of("std", "var", "std_mean", "var_mean"),
+        "{op} of a single value is NaN: leave such a batch out (drop_last=True), or pass correction=0",
+        is_sure=True,
+    ),
+    _Cure(
+        lambda event: event.is_nan and not event.backward and event.is_of_nothing,
+        "{op} of nothing is NaN: leave out a batch of which nothing is left, or sum and divide by max(count, 1)",
+        is_sure=True,
+    ),
+    _Cure(
+        _is_nan_of("mean"),
+        "the mean of nothing is NaN: leave out a batch of which nothing is left",
+        is_sure=True,
+    ),
+    _Cure(
+        _is_nan_of("nll_loss_forward", "nll_loss2d_forward"),
+        "every label of this batch is ignore_index, or of weight 0: leave such a batch out, or divide a loss of"
+        " reduction='sum' by max(count, 1)",
+        is_sure=True,
+    ),
+    _Cure(
+        lambda event: event.op in ("_ctc_loss", "_cudnn_ctc_loss"),
+        "a target that is longer than its input has no alignment: zero_infinity=True, or leave such samples out",
+        is_sure=True,
+    ),
+    _Cure(
+        lambda event: event.op == "pow" and event.is_nan,
+        "a root of a negative number is NaN: .clamp_min({eps}) on what goes into it (torch.where lets its gradient"
+        " through)",
+    ),
+    _Cure(
+        lambda event: _is_root(event) or (event.backward and "norm" in event.place.function),
+        "the gradient of {function} at 0 is not finite: add an eps inside, as in (... + 1e-6).sqrt()",
+    ),
+    _Cure(
+        _is_end_of_range,
+        "the gradient of {function} at the end of its range is not finite: {inside} on what goes into it",
+    ),
+    _Cure(_is_written, "this line writes a number that is not finite: look at where it comes from"),
+    _Cure(
+        _is_logarithm_of_masked,
+        "the logarithm of a probability that a mask of -inf makes 0: {wide}.clamp_min(1e-6) on what goes into it, after"
+        " which 0 * log(p) is 0",
+    ),
+    _Cure(_is_logarithm, "the logarithm of 0 (or of less): {wide}.clamp_min(1e-6) on what goes into it"),
+    _Cure(
+        lambda event: event.is_by_number_zero,
+        "a division by the number 0: look at what makes it, such as a count that nothing has counted",
+    ),
+    _Cure(  # of something other than 0: with an eps it is as many times too large
+        lambda event: event.op.startswith(("div", "reciprocal")) and not event.backward and not event.is_nan,
+        "a division by zero{zeros}: .clamp_min({least}) on the denominator",
+    ),
+    _Cure(
+        lambda event: event.op == "rsqrt" and event.is_nan,
+        "the root of a negative number: .clamp_min({eps}) on what goes into it",
+    ),
+    _Cure(
+        lambda event: event.op in DIVISIONS and any(made.op == "sqrt" for made in event.chains),
+        "a division by zero{zeros}: add an eps under the root, as in / (... + {eps}).sqrt(), whose gradient is not"
+        " finite at 0 either",
+    ),
+    _Cure(
+        lambda event: event.op in DIVISIONS,
+        "a division by zero{zeros}: add an eps to the denominator, as in / (... + {eps})",
+    ),
+    _Cure(
+        lambda event: event.op == "sqrt",
+        "the root of a negative number: clamp it at 0 before",
+    ),
+    _Cure(
+        lambda event: event.op in ("exp", "expm1", "sinh", "cosh"),
+        "{op} of more than 88 is beyond float32 too: torch.logsumexp(x, dim) or F.log_softmax(x, dim) where a logarithm"
+        " follows, else .clamp(max=20) on what goes into it",
+    ),
+    _Cure(
+        lambda event: "batch_norm" in event.op and event.is_nan and not event.backward,
+        "running_var of this module is below 0: look at what loads or writes it, such as a damaged checkpoint",
+        is_sure=True,
+    ),
+    _Cure(
+        lambda event: "softmax" in event.op,
+        "a row of -inf alone (everything is masked): mask with -1e4 in place of -inf",
+    ),
+)
+
+
+def _cure_of(event: Event) -> _Cure | None:
+    return next((cure for cure in _UNDEFINED if cure.is_for(event)), None)
+
+
+def stable_form(event: Event) -> str:
+    """The function that computes the same without the loss of range, whatever the weights are; "" where none does."""
+    if not _is_logarithm(event) or _is_logarithm_of_masked(event):
+        return ""
+    forms = (form for of, form in _STABLE_FORMS.items() if any(of in made.op for made in event.chains))
+    return next(forms, "")
+
+
+def undefined(event: Event, setting: Setting) -> list[str]:
+    """What to do about ``event``, the likeliest first."""
+    found = [form for form in [stable_form(event)] if form]
+    cure = _cure_of(event)
+    if cure is not None and not found:
+        count = event.denominators
+        eps = "1e-3" if setting.half == "float16" else "1e-6"  # the gradient is multiplied by its reciprocal
+        text = cure.text.format(
+            op=event.op,
+            function=event.place.function or "this",
+            wide=".float()" if event.dtype in HALF_DTYPES else "",
+            inside=".clamp_min(1.001)" if event.node.startswith("Acosh") else ".clamp(-0.999, 0.999)",
+            zeros=f" ({count} zero{'s' if count > 1 else ''})" if count else "",
+            eps=eps,
+            least="1" if event.is_by_count else eps,
+        )
+        found.append(text)
+        if cure.is_sure:
+            return found
+    was_half = event.dtype in HALF_DTYPES or any(made.op in CAST_OPS for made in event.chains)
+    if setting.half and was_half and not event.backward and not _is_written(event):
+        found.append(
+            f"if it is finite with --opt-level O0, {setting.half} rounded its inputs: keep in float32 what makes them"
+        )
+    return found
+
+
+def is_singular(event: Event) -> bool:
+    """Whether an op was asked for what it does not have, such as the root of -1: not a matter of large weights."""
+    if not event.is_undefined:
+        return False
+    if event.backward:
+        return _is_root(event) or _is_end_of_range(event)
+    is_by_zero = event.op in DIVISIONS and event.denominators > 0
+    is_beyond_domain = event.op in ("sqrt", "rsqrt", "acos", "asin", "acosh", "atanh")
+    return is_by_zero or is_beyond_domain or _is_written(event) or _is_logarithm(event)
