@@ -64,12 +64,18 @@ class Twins:
             origin.beyond.append(Beyond(call.name, place, given, gives, _torch.current_node() is not None))
 
     def _keep(self, result: object, wide: object) -> None:
-        for out, twin in zip(tensors_in(result), tensors_in(wide), strict=False):
-            known = self._of_storages.get(storage(out)) if readable(out) else None
-            is_kept = known is not None and storage(known) == storage(twin)  # a view, or written in place
-            if not readable(out) or is_kept:
-                continue
-            memory = torch.empty(0, dtype=out.dtype, device=out.device).set_(out.untyped_storage())
-            whole = memory.to(twin.dtype, copy=True)
-            whole.as_strided(out.size(), out.stride(), out.storage_offset()).copy_(twin)
-            self._of_storages[storage(out)] = whole
+        try:
+            for out, twin in zip(tensors_in(result), tensors_in(wide), strict=False):
+                if readable(out):
+                    self._keep_one(out, twin)
+        except RuntimeError:  # no memory is left for them: the run that is observed goes on
+            self._of_storages.clear()
+
+    def _keep_one(self, out: torch.Tensor, twin: torch.Tensor) -> None:
+        known = self._of_storages.get(storage(out))
+        if known is not None and storage(known) == storage(twin):
+            return  # a view, or written in place
+        memory = torch.empty(0, dtype=out.dtype, device=out.device).set_(out.untyped_storage())
+        whole = memory.to(twin.dtype, copy=True)
+        whole.as_strided(out.size(), out.stride(), out.storage_offset()).copy_(twin)
+        self._of_storages[storage(out)] = whole

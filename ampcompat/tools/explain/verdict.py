@@ -122,7 +122,12 @@ class Verdict:
         unknown = rest & {row.number for row in own.lost if row.is_unknown}
         if unknown:
             is_since = own.weights_lost_at and not self.causes
-            since = f": weights are not finite since step {own.weights_lost_at}" if is_since else ""
+            since = ""
+            if is_since:
+                since = (
+                    f": weights are not finite since step {own.weights_lost_at} (loss_scale='dynamic' skips such a step,"
+                    " so that the next ones show why)"
+                )
             parts.append(f"the cause{self._of_these(len(unknown))} was not found{since}")
         ordinary = rest - unknown
         if ordinary:

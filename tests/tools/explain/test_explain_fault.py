@@ -477,6 +477,21 @@ def test_a_learning_rate_that_is_too_high(capsys, level):
     assert re.match(r"\S+ grew from \S+ to \S+ in \d+ steps?, at lr=50", entry["growth"])
 
 
+def test_clipping_is_no_cure_for_an_optimizer_that_divides_by_the_size_of_gradients(capsys):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+    model, optimizer = amp.initialize(
+        model, torch.optim.Adam(model.parameters(), lr=300.0), opt_level="O1", verbosity=0, loss_scale=128.0
+    )
+    explain_overflows(limit=1)
+    x = torch.randn(16, 8)
+    for _ in range(10):
+        optimizer.zero_grad()
+        make_step(optimizer, model(x).float().pow(2).mean())
+    entry = fields(capsys.readouterr().err)[0]
+    assert entry["hint"] == "a lower learning rate than 300, or a warmup: no precision holds weights that grow so"
+
+
 def test_the_highest_learning_rate_of_these_steps_is_named(capsys):
     diverge("O0", 40, decay=0.9)
     entry = fields(capsys.readouterr().err)[0]
@@ -565,6 +580,31 @@ def test_float32_and_back_is_proposed_where_a_layer_takes_half_alone(capsys):
     _, optimizer = lose_a_step(Squares(before=lambda y: y.float(), after=lambda y: y.half()), BATCH, "O2")
     assert not amp.step_was_skipped(optimizer)
     assert "ampcompat explain" not in capsys.readouterr().err
+
+
+def test_a_buffer_that_the_model_was_made_with(capsys):
+    """Its frequencies are divided by a width of 0."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Module())
+    model[1].register_buffer("frequency", torch.arange(8.0) / 0.0)
+    model[1].forward = lambda x: x * model[1].frequency
+    explain_overflows()
+    model, optimizer = initialized(model, "O1")
+    make_step(optimizer, model(BATCH).float().mean())
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["what"].startswith("buffer 1.frequency was not finite before the forward")
+    assert entry["hint"].startswith("it was not finite before amp.initialize already: look at how the model is made")
+
+
+def test_other_lines_where_the_same_happens_are_named(capsys):
+    def loss_of(y):
+        y = y.float() * 0
+        first = torch.log(y).mean() + torch.log(-y).mean()
+        return first + torch.log(y.abs()).mean()
+
+    lose_a_step(nn.Linear(8, 8), BATCH, loss_of=loss_of, steps=3)
+    entry = fields(capsys.readouterr().err)[-1]
+    line = int(re.search(r"\.py:(\d+): ", entry["line"]).group(1))
+    assert re.fullmatch(rf"the same 1 time more in this line, and in \S+\.py:{line + 1}", entry["also"])
 
 
 def test_a_weight_that_was_spoiled_between_initialize_and_the_first_step(capsys):

@@ -395,7 +395,7 @@ FAULTS = {
             " the code after the model made it. The loss scale of 1.07374e+09 may be too high for it",
         },
         r"^40 of 40 steps had a loss, a gradient or a weight that is not finite; the cause was not found: weights"
-        r" are not finite since step 1\.$",
+        r" are not finite since step 1 \(loss_scale=",
         options={"loss_scale": 2.0**30},
     ),
     # -- weights that grow ---------------------------------------------------------------------------------------------

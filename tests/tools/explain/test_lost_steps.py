@@ -39,6 +39,20 @@ def test_the_nearest_like_it(others, step, fault):
     assert [one.fault for one in found if one.number != step.number] == [one.fault for one in others]
 
 
+@pytest.mark.parametrize(
+    ("numbers", "what", "is_normal"),
+    [
+        ([3], "gradients", True),
+        ([3, 4 + NEAR], "gradients", True),
+        ([3, 5], "gradients", False),
+        ([3], "loss", False),
+    ],
+)
+def test_a_single_skip_at_a_scale_that_had_worked_is_normal(numbers, what, is_normal):
+    found = put_down([LostStep(what, number=number, skipped=True) for number in numbers])
+    assert [row.back_off == NORMAL for row in found] == [is_normal] * len(numbers)
+
+
 def skipped(count, **fields):
     return [LostStep("gradients", skipped=True, number=number + 1, **fields) for number in range(count)]
 
