@@ -16,9 +16,8 @@ from ampcompat.tools.tensors import LARGEST
 
 _BFLOAT16_LEVELS = "/".join(repr(name) for name, row in LEVELS.items() if row.half_dtype == torch.bfloat16)
 BFLOAT16 = f"AMPCOMPAT_DTYPE=bfloat16 (or opt_level={_BFLOAT16_LEVELS}): bfloat16 reaches as far as float32"
-#: Functions of torch that are called by these names, and that casts of functions reach.
-_FUNCTIONS = ("matmul", "bmm", "mm", "baddbmm", "einsum", "exp", "pow", "sum", "mean", "norm", "cumsum", "square")
-#: Ops of functions that casts of functions give half, whatever they get.
+#: Functions that casts of functions give half, whatever they get; and their ops.
+_HALF_FUNCTIONS = ("matmul", "bmm", "mm", "baddbmm", "addmm", "einsum", "conv1d", "conv2d", "conv3d", "linear")
 _HALF_OPS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "convolution", "linear")
 #: More modules than a reader would list.
 _MANY = 3
@@ -43,7 +42,7 @@ def forward_in_float32(event: Event, setting: Setting) -> list[str]:
     needed = [event.place, *(one.place for one in reached if _leaves_range(one) or _is_cast_to_half(one, setting))]
     own = [place for place in needed if not is_module_of_torch(place)]
     if len(own) == len(needed):
-        return [*_op_in_float32(event, setting, own), *_modules_in_float32(own, reached, setting), *bfloat16(setting)]
+        return [*lines_in_float32(event, setting, own), *_modules_in_float32(own, reached, setting), *bfloat16(setting)]
     modules = _modules_in_float32(needed, reached, setting)
     is_short = len(modules) == 1 and modules[0].count(",") < 2 * _MANY and "*" not in modules[0]
     return [*modules, *bfloat16(setting)] if is_short else [*bfloat16(setting), *modules]
@@ -62,17 +61,26 @@ def _is_cast_to_half(one: Beyond, setting: Setting) -> bool:
     return is_of_layer or one.op in (*_HALF_OPS, *CAST_OPS)
 
 
-def _op_in_float32(event: Event, setting: Setting, places: Sequence[Place]) -> list[str]:
-    """How the script computes ``event`` in float32; the other ``places`` follow, but for functions that are cast."""
-    functions = [place.function for place in places if place.function in _FUNCTIONS]
-    if setting.casts_functions and functions:
-        calls = [f"amp.register_float_function(torch, '{function}')" for function in dict.fromkeys(functions)]
+def lines_in_float32(event: Event, setting: Setting, places: Sequence[Place]) -> list[str]:
+    """How the script computes ``event`` in float32; other ``places`` follow, but for functions that are cast."""
+    cast = [place for place in places if place.function in _HALF_FUNCTIONS] if setting.casts_functions else []
+    if cast and all(_is_called_by_name(place) for place in cast):
+        names = dict.fromkeys(place.function for place in cast)
+        calls = [f"amp.register_float_function(torch, '{name}')" for name in names]
         return [f"{' and '.join(calls)} before amp.initialize"]
-    return of_line_in_float32(event, setting)
+    if cast:
+        functions = " and ".join(dict.fromkeys(place.function for place in cast))
+        return [f"compute it in float32: `with amp.disable_casts():`, and in it .float() on what goes into {functions}"]
+    return _line_in_float32(event, setting)
 
 
-def of_line_in_float32(event: Event, setting: Setting) -> list[str]:
-    """What the line of ``event`` says for float32."""
+def _is_called_by_name(place: Place) -> bool:
+    """Whether the script calls the function of that name in torch: an operator, or a method, is another."""
+    source = None if place.line is None else place.line.source
+    return source is not None and f"torch.{place.function}(" in source
+
+
+def _line_in_float32(event: Event, setting: Setting) -> list[str]:
     place = event.place
     if not setting.half or place.line is None or is_module_of_torch(place):
         return []

@@ -13,7 +13,7 @@ from ampcompat.tools.explain.in_float32 import (
     forward_in_float32,
     is_module_of_torch,
     keep_fp32,
-    of_line_in_float32,
+    lines_in_float32,
 )
 from ampcompat.tools.explain.setting import Setting
 from ampcompat.tools.explain.undefined import stable_form
@@ -127,7 +127,7 @@ def wait_for(event: Event, setting: Setting) -> str:
 
 
 def _gradient_in_float32(event: Event, setting: Setting) -> list[str]:
-    return [*of_line_in_float32(event, setting), *keep_fp32(setting, event.place.module)]
+    return [*lines_in_float32(event, setting, [event.place]), *keep_fp32(setting, event.place.module)]
 
 
 def _is_all_in_loss(event: Event, setting: Setting) -> bool:

@@ -124,10 +124,8 @@ class Verdict:
             is_since = own.weights_lost_at and not self.causes
             since = ""
             if is_since:
-                since = (
-                    f": weights are not finite since step {own.weights_lost_at} (loss_scale='dynamic' skips such a step,"
-                    " so that the next ones show why)"
-                )
+                way = "loss_scale='dynamic' skips such a step, so that the next ones show why"
+                since = f": weights are not finite since step {own.weights_lost_at} ({way})"
             parts.append(f"the cause{self._of_these(len(unknown))} was not found{since}")
         ordinary = rest - unknown
         if ordinary:

@@ -270,6 +270,21 @@ def targets_that_are_large(cure):
     train(Layers(), "O1", loss)
 
 
+def similarities(cure):
+    """An operator: torch.matmul is another function."""
+
+    def loss(model):
+        y = model(X) * 500
+        if cure is None:
+            similar = y @ y.t()
+        else:
+            with amp.disable_casts():
+                similar = y.float() @ y.float().t()
+        return F.cross_entropy(similar * 1e-3, torch.arange(16)) * 1e-2
+
+    train(Layers(), "O1", loss)
+
+
 def probabilities_that_are_masked(cure):
     """The entropy of a policy whose last action is never allowed."""
 
@@ -519,6 +534,7 @@ CURES = {
     op_and_layer_beyond_float16: r"keep_fp32=\['(cubes)'\]",
     op_and_layer_beyond_float16_at_o2: r"AMPCOMPAT_DTYPE=bfloat16 \(or opt_level='O4'/'(O5)'\)",
     targets_that_are_large: r"the loss in float32: \.float\(\) on what the model returned, before it goes into mul",
+    similarities: r"`with amp\.disable_casts\(\):`, and in it \.float\(\) on what goes into matmul",
     probabilities_that_are_masked: r"a mask of -inf makes 0: \.clamp_min\((\S+)\) on what goes into it",
     two_logarithms: r"F\.logsigmoid\(x\) in place of log\(sigmoid\(x\)\), F\.logsigmoid\(-x\) in place of",
     ratio_of_probabilities: r"\.clamp\(max=(\d+)\) on what goes into exp, where it reaches 1\S+: the gradient",
