@@ -26,23 +26,9 @@ from ampcompat.tools.explain.twins import Twins
 from ampcompat.tools.frames import is_called_by_amp
 from ampcompat.tools.tensors import count_not_finite, covers_storage, is_finite, largest, readable, storage
 
-#: Ops that leave a value about as large as it was: what came before is kept with them.
-_CHEAP = frozenset(
-    (
-        "_to_copy",
-        "copy_",
-        "sqrt",
-        "add",
-        "rsub",
-        "clamp",
-        "clamp_min",
-        "maximum",
-        "view",
-        "expand",
-        "unsqueeze",
-        "detach",
-    )
-)
+#: Ops that leave a value about as large as it was, and ops that take a part of it: what came before is kept with these.
+_ALIKE = ("_to_copy", "copy_", "clone", "detach", "sqrt", "add", "rsub", "clamp", "clamp_min", "maximum")
+_PARTS = ("view", "expand", "unsqueeze", "squeeze", "transpose", "permute", "select", "slice", "index", "gather")
 #: Rows that are written out.
 SHOWN_ROWS = 8
 
@@ -244,7 +230,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _made(self, call: Call, out: torch.Tensor, sources: list[Made]) -> Made:
         scalars = tuple(number for number in call.numbers if number not in (0, 1))
-        before = sources[0] if sources and call.name in _CHEAP else None
+        before = sources[0] if sources and call.name in (*_ALIKE, *_PARTS) else None
         if call.name == "mul" and _torch.current_node() is not None:  # the backward of exp multiplies by its result
             before = next((source for source in sources if source.op == "exp"), None)
         size = largest(out)

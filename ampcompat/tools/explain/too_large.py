@@ -16,7 +16,7 @@ from ampcompat.tools.explain.in_float32 import (
     lines_in_float32,
 )
 from ampcompat.tools.explain.setting import Setting
-from ampcompat.tools.explain.undefined import stable_form
+from ampcompat.tools.explain.undefined import MOST_EXPONENT, stable_form
 from ampcompat.tools.tensors import LARGEST
 
 _MULTIPLICATIONS = ("mul", "mul_", "div", "div_", "add", "add_", "addmm", "baddbmm")
@@ -50,7 +50,9 @@ def in_forward(event: Event, setting: Setting) -> list[str]:
         return [".clamp(max=4.6) on what goes into exp: a factor of 100 at most, as in CLIP", *bfloat16(setting)]
     if event.op == "exp" and event.value is not None and event.value > _FAR_BEYOND_HALF:
         exponent = math.log(event.value)
-        far = f".clamp(max=10) on what goes into exp, where it reaches {exponent:.3g}: no float16 holds that"
+        far = (
+            f".clamp(max={MOST_EXPONENT}) on what goes into exp, where it reaches {exponent:.3g}: no float16 holds that"
+        )
         return [far, *bfloat16(setting)]
     return [*_smaller_constant(event), *_bound(event), *forward_in_float32(event, setting)]
 
@@ -101,7 +103,9 @@ def in_backward(event: Event, setting: Setting) -> list[str]:
         return [*_gradient_in_float32(event, setting), *bfloat16(setting)]
     plain = event.value / setting.scale
     if plain > LARGEST:
-        smaller = f"{_SMALLER_LOSS}: even without the loss scale the gradient is {plain:.3g}"
+        factor = 10.0 ** math.floor(math.log10(LARGEST / (_SPARE * plain)))
+        loss = f"a smaller loss (a mean in place of a sum, or a factor of {factor:g} on it)"
+        smaller = f"{loss}: even without the loss scale the gradient is {plain:.3g}"
         ways = [smaller, *_gradient_in_float32(event, setting)]
         if _is_all_in_loss(event, setting):
             ways = ways[1:] + ways[:1]
@@ -127,6 +131,8 @@ def wait_for(event: Event, setting: Setting) -> str:
 
 
 def _gradient_in_float32(event: Event, setting: Setting) -> list[str]:
+    if event.op in CAST_OPS:  # into a tensor that is half: the line does not make it so
+        return keep_fp32(setting, event.place.module)
     return [*lines_in_float32(event, setting, [event.place]), *keep_fp32(setting, event.place.module)]
 
 
@@ -137,13 +143,14 @@ def _is_all_in_loss(event: Event, setting: Setting) -> bool:
         is_in_model = one.place.module is not None or one.op in CAST_OPS
         return one.backward and is_in_model and one.given / setting.scale > LARGEST
 
-    return event.place.module is None and not any(map(is_too_large_there, event.beyond))
+    is_of_loss = event.place.module is None and event.op not in CAST_OPS
+    return is_of_loss and not any(map(is_too_large_there, event.beyond))
 
 
 def _smaller_exponential(event: Event, plain: float) -> list[str]:
     """For a gradient that is multiplied by what an exponential gave."""
     for made in event.chains:
-        if made.op == "exp" and plain > made.largest > _LARGE_FACTOR:
+        if made.op == "exp" and _SPARE * plain > made.largest > _LARGE_FACTOR:
             exponent = math.log(made.largest)
             most = math.floor(exponent - math.log(_SPARE * plain / LARGEST))
             reaches = f"where it reaches {exponent:.3g}: the gradient is multiplied by the result"

@@ -19,6 +19,10 @@ _STABLE_FORMS = {
 }
 
 
+#: What an exponential in a model may be given: layers multiply the result, and float16 ends at e ** 11.
+MOST_EXPONENT = 5
+
+
 class _Cure(NamedTuple):
     """What to do about such a result."""
 
@@ -130,7 +134,7 @@ _UNDEFINED = (
     _Cure(
         lambda event: event.op in ("exp", "expm1", "sinh", "cosh"),
         "{op} of more than 88 is beyond float32 too: torch.logsumexp(x, dim) or F.log_softmax(x, dim) where a logarithm"
-        " follows, else .clamp(max=20) on what goes into it",
+        " follows, else .clamp(max={exponent}) on what goes into it",
     ),
     _Cure(
         lambda event: "batch_norm" in event.op and event.is_nan and not event.backward,
@@ -171,6 +175,7 @@ def undefined(event: Event, setting: Setting) -> list[str]:
             zeros=f" ({count} zero{'s' if count > 1 else ''})" if count else "",
             eps=eps,
             least="1" if event.is_by_count else eps,
+            exponent=MOST_EXPONENT if setting.half == "float16" and event.place.module is not None else 20,
         )
         found.append(text)
         if cure.is_sure:
