@@ -167,6 +167,9 @@ class Diagnosis:
 
     def tell_of_persistent(self, case: Case) -> None:
         """Tell what a watched step has shown: overflows persist, so it is a fault. If none has, watch more steps."""
+        lately = [row for steps in case.steps for row in steps.last if row is not None and row.what == case.what]
+        if any(row.was_watched and self.telling.is_told(row.fault) for row in lately):
+            return  # every third step is watched: another fault may have come
         latest = self.telling.held[-1] if self.telling.held else None
         if latest is not None and case.step - latest.step <= WINDOW:
             case.lose_to(latest.key)
@@ -174,7 +177,7 @@ class Diagnosis:
             latest.note = f"this is what step {latest.step} showed, which was watched"
             latest.head, latest.step = case.head, case.step
             self.telling.tell(latest)
-        elif not self.telling.is_told(GRADIENTS):  # otherwise every third is watched: another fault may have come
+        elif not self.telling.is_told(GRADIENTS):
             watched = self._watch_next(case.block.scaler)
             for row in case.rows:
                 row.was_looked_into = bool(watched)

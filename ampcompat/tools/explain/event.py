@@ -10,6 +10,7 @@ import torch
 
 from ampcompat.tools.core import HALF_DTYPES
 from ampcompat.tools.explain.places import Place
+from ampcompat.tools.tensors import LARGEST
 
 #: What comes into a forward from outside: an :class:`Event` of that name is not an op.
 GIVEN = ("input", "parameter", "buffer")
@@ -31,7 +32,8 @@ class Made:
     scalars: tuple[float, ...]
     place: Place
     largest: float
-    before: Made | None
+    before: Made | None  # what an op that leaves it alike, or takes a part of it, was given
+    source: Made | None = None  # the largest that the op was given
     hides: bool = False  # what it was given was not finite, and this is, as softmax of a mask
     backward: bool = False
 
@@ -85,6 +87,16 @@ class Event:
     def chains(self) -> list[Made]:
         """How its inputs were made, each with the cheap ops before it."""
         return [made for source in self.made for made in source.chain()]
+
+    @property
+    def grown_at(self) -> Made | None:
+        """The op in which what the event was given became too large for half; None where it was not."""
+        made = max(self.made, key=lambda one: one.largest, default=None)
+        if made is None or not made.largest > LARGEST:
+            return None
+        while made.source is not None and made.source.largest > LARGEST:
+            made = made.source
+        return made
 
     @property
     def out_of_range(self) -> bool:

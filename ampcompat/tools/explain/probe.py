@@ -175,7 +175,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.twins.begin(call, result) if out.dtype in HALF_DTYPES else made.largest,
             scalars=made.scalars,
             denominators=0 if last is out else int((last == 0).sum()),
-            is_by_count=bool((last == last.round()).all()) and bool((last.abs() >= 1).any()),
+            is_by_count=bool((last == last.round()).all()) and (last.numel() == 1 or bool((last >= 1).any())),
             is_of_forward=node is not None and not any(source.backward for source in sources),
             is_by_number_zero="div" in call.name and 0.0 in call.numbers,
             is_of_nothing=any(t.numel() == 0 for t in call.inputs),
@@ -234,9 +234,15 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if call.name == "mul" and _torch.current_node() is not None:  # the backward of exp multiplies by its result
             before = next((source for source in sources if source.op == "exp"), None)
         size = largest(out)
-        hides = math.isfinite(size) and not all(map(is_finite, call.inputs))
         return Made(
-            call.name, scalars, self.places.here(), size, before, hides, backward=_torch.current_node() is not None
+            op=call.name,
+            scalars=scalars,
+            place=self.places.here(),
+            largest=size,
+            before=before,
+            source=max(sources, key=lambda one: one.largest, default=None),
+            hides=math.isfinite(size) and not all(map(is_finite, call.inputs)),
+            backward=_torch.current_node() is not None,
         )
 
     def _origin_of(self, call: Call, written: torch.Tensor | None) -> Event | None:

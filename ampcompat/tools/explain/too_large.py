@@ -22,8 +22,6 @@ from ampcompat.tools.tensors import LARGEST
 _MULTIPLICATIONS = ("mul", "mul_", "div", "div_", "add", "add_", "addmm", "baddbmm")
 #: Functions that only change the dtype.
 CAST_FUNCTIONS = ("to", "float", "half", "bfloat16", "type")
-#: What an exponential gives beyond it is not made small again by what follows.
-_FAR_BEYOND_HALF = 1e8
 #: An exponential that multiplies a gradient by more is what makes it large.
 _LARGE_FACTOR = 1e3
 #: How much less than the largest float16 a gradient is to be: there is a loss scale in it.
@@ -48,13 +46,23 @@ def in_forward(event: Event, setting: Setting) -> list[str]:
         return [SMALLER_INPUTS, *forward_in_float32(event, setting)]
     if event.op == "exp" and event.elements == 1:  # a learned temperature
         return [".clamp(max=4.6) on what goes into exp: a factor of 100 at most, as in CLIP", *bfloat16(setting)]
-    if event.op == "exp" and event.value is not None and event.value > _FAR_BEYOND_HALF:
-        exponent = math.log(event.value)
-        far = (
-            f".clamp(max={MOST_EXPONENT}) on what goes into exp, where it reaches {exponent:.3g}: no float16 holds that"
-        )
-        return [far, *bfloat16(setting)]
-    return [*_smaller_constant(event), *_bound(event), *forward_in_float32(event, setting)]
+    ways = forward_in_float32(event, setting)
+    if ways[:1] == bfloat16(setting):  # float32 is needed in many places
+        ways = [*_smaller_exponent(event), *ways]
+    return [*_smaller_constant(event), *_bound(event), *ways]
+
+
+def _smaller_exponent(event: Event) -> list[str]:
+    """For what an exponential made too large."""
+    made = event.grown_at
+    is_exponential = event.op == "exp" or (made is not None and made.op == "exp")
+    reached = event.value if made is None else made.largest
+    if not is_exponential or reached is None:
+        return []
+    line = None if made is None else made.place.line
+    where = "" if line is None else f" in {line.file}:{line.number}"
+    reaches = f"where it reaches {math.log(reached):.3g}"
+    return [f".clamp(max={MOST_EXPONENT}) on what goes into exp{where}, {reaches}: float16 ends at e ** 11"]
 
 
 def do_not_cast(dtype: torch.dtype, setting: Setting) -> str:
@@ -109,7 +117,7 @@ def in_backward(event: Event, setting: Setting) -> list[str]:
         ways = [smaller, *_gradient_in_float32(event, setting)]
         if _is_all_in_loss(event, setting):
             ways = ways[1:] + ways[:1]
-        return [*_smaller_exponential(event, plain), *_larger_eps(event), *ways, *bfloat16(setting)]
+        return [*_smaller_exponential(event, plain), *_larger_denominator(event), *ways, *bfloat16(setting)]
     if not setting.dynamic:
         dynamic = "loss_scale='dynamic': it finds the highest that works, and follows the gradients"
         return [dynamic, *_gradient_in_float32(event, setting)]
@@ -158,13 +166,13 @@ def _smaller_exponential(event: Event, plain: float) -> list[str]:
     return []
 
 
-def _larger_eps(event: Event) -> list[str]:
+def _larger_denominator(event: Event) -> list[str]:
     """For a gradient that a tensor has divided: mean and the like divide by numbers."""
     if not any(made.op == "div" and not made.scalars and made.largest > LARGEST for made in event.made):
         return []
     return [
-        "a larger eps in this denominator, as in / (... + 1e-3), or F.cosine_similarity: the gradient is divided by"
-        " what is next to 0"
+        "bound this denominator where it is made, as by .clamp_min(1e-2), or take F.cosine_similarity: the gradient is"
+        " divided by what is next to 0"
     ]
 
 

@@ -12,15 +12,18 @@ from ampcompat.tools.explain.event import DIVISIONS, Event
 from ampcompat.tools.explain.setting import Setting
 
 _LOGARITHMS = ("log", "log_", "log2", "log10", "log1p", "logit")
-_STABLE_FORMS = {
-    "softmax": "F.log_softmax(x, dim) in place of log(softmax(x)), or F.cross_entropy, which takes logits",
-    "sigmoid": "F.logsigmoid(x) in place of log(sigmoid(x)), F.logsigmoid(-x) in place of log(1 - sigmoid(x)), or"
-    " F.binary_cross_entropy_with_logits, which takes logits",
-}
+_OF_SOFTMAX = "F.log_softmax(x, dim) in place of log(softmax(x)), or F.cross_entropy, which takes logits"
+_OF_SIGMOID = (
+    "F.logsigmoid(x) in place of log(sigmoid(x)), F.logsigmoid(-x) in place of log(1 - sigmoid(x)), or"
+    " F.binary_cross_entropy_with_logits, which takes logits"
+)
+_BOUND = ".float().clamp_min(1e-6)"
 
 
 #: What an exponential in a model may be given: layers multiply the result, and float16 ends at e ** 11.
 MOST_EXPONENT = 5
+#: And in a loss, whose gradient has the result as a factor.
+_MOST_EXPONENT_IN_LOSS = 10
 
 
 class _Cure(NamedTuple):
@@ -92,9 +95,10 @@ _UNDEFINED = (
         " through)",
     ),
     _Cure(
-        lambda event: _is_root(event) or (event.backward and "norm" in event.place.function),
-        "the gradient of {function} at 0 is not finite: add an eps inside, as in (... + 1e-6).sqrt()",
+        lambda event: event.backward and "norm" in f"{event.node}{event.place.function}".lower(),
+        "the gradient of {function} at 0 is not finite: (x.pow(2).sum(dim) + 1e-6).sqrt() in place of it",
     ),
+    _Cure(_is_root, "the gradient of {function} at 0 is not finite: .clamp_min(1e-6) on what goes into it"),
     _Cure(
         _is_end_of_range,
         "the gradient of {function} at the end of its range is not finite: {inside} on what goes into it",
@@ -104,6 +108,10 @@ _UNDEFINED = (
         _is_logarithm_of_masked,
         "the logarithm of a probability that a mask of -inf makes 0: {wide}.clamp_min(1e-6) on what goes into it, after"
         " which 0 * log(p) is 0",
+    ),
+    _Cure(
+        lambda event: event.op == "log1p",
+        "the logarithm of 1 - 1 (or of less): {wide}.clamp_min(1e-6 - 1) on what goes into it",
     ),
     _Cure(_is_logarithm, "the logarithm of 0 (or of less): {wide}.clamp_min(1e-6) on what goes into it"),
     _Cure(
@@ -117,6 +125,10 @@ _UNDEFINED = (
     _Cure(
         lambda event: event.op == "rsqrt" and event.is_nan,
         "the root of a negative number: .clamp_min({eps}) on what goes into it",
+    ),
+    _Cure(
+        lambda event: event.op == "rsqrt",
+        "a division by zero{zeros}: add an eps inside, as in torch.rsqrt(... + {eps})",
     ),
     _Cure(
         lambda event: event.op in DIVISIONS and any(made.op == "sqrt" for made in event.chains),
@@ -156,8 +168,13 @@ def stable_form(event: Event) -> str:
     """The function that computes the same without the loss of range, whatever the weights are; "" where none does."""
     if not _is_logarithm(event) or _is_logarithm_of_masked(event):
         return ""
-    forms = (form for of, form in _STABLE_FORMS.items() if any(of in made.op for made in event.chains))
-    return next(forms, "")
+    made = [one.op for one in event.chains]
+    if any("sigmoid" in op for op in made):
+        return _OF_SIGMOID
+    if not any("softmax" in op for op in made) or "rsub" in made:  # of 1 - p there is none
+        return ""
+    others = f", and {_BOUND} on what goes into the other logarithms" if event.alike else ""
+    return f"{_OF_SOFTMAX}{others}"
 
 
 def undefined(event: Event, setting: Setting) -> list[str]:
@@ -175,7 +192,7 @@ def undefined(event: Event, setting: Setting) -> list[str]:
             zeros=f" ({count} zero{'s' if count > 1 else ''})" if count else "",
             eps=eps,
             least="1" if event.is_by_count else eps,
-            exponent=MOST_EXPONENT if setting.half == "float16" and event.place.module is not None else 20,
+            exponent=_MOST_EXPONENT_IN_LOSS if event.place.module is None else MOST_EXPONENT,
         )
         found.append(text)
         if cure.is_sure:

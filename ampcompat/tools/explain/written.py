@@ -139,6 +139,8 @@ def _likeliest(optimizer: Optimizer, group: int, param: torch.Tensor, zeros: str
         with_size = "" if size is None else f", its largest gradient is {size:.3g}"
         why = f"the update left the range of {dtype} ({rate_text}{with_size})"
         return Reason(why, [MASTERS], _SMALLER_STEPS, at_any_rate=False)
+    if size == 0.0:
+        return Reason("its gradient is 0", ["look at what the optimizer divides by, such as the norm of a gradient"])
     if isinstance(rate, float) and rate * max(size or 0.0, 1.0) < LARGEST:  # no usual rule makes it infinite
         why = f"not known: its gradient is finite (largest {size or 0.0:.3g}), and its {rate_text} is usual"
         return Reason(why, ["look at what else writes weights or gradients between scale_loss and the step"])

@@ -67,20 +67,21 @@ class Vae(nn.Module):
     def forward(self, x):
         mean, logvar = self.encode(x).chunk(2, -1)
         std = torch.exp(self.exponent(logvar))
-        noisy = mean + self.after(std / std.sum())
+        noisy = mean + self.after(std)
         return self.decode(noisy)
 
 
 def vae_in_half(cure):
-    same = lambda t: t  # noqa: E731
-    exponent, after = (same, same) if cure is None else ((lambda t: t.float()), (lambda t: t.half()))
+    exponent, after = (lambda t: t), (lambda std: std / std.sum())
+    if cure is not None:
+        exponent, after = (lambda t: t.float()), (lambda std: (std / std.sum()).half())
     train(Vae(14.0, exponent, after), "O2", lambda m: m(X).float().pow(2).mean())
 
 
 def vae_far_beyond_half(cure):
-    """What float32 would hold: but no layer could take it."""
+    """What float32 would hold: but the decoder cannot take it."""
     exponent = (lambda t: t) if cure is None else (lambda t: t.clamp(max=float(cure[1])))
-    train(Vae(30.0, exponent, lambda t: t), "O2", lambda m: m(X).float().pow(2).mean())
+    train(Vae(30.0, exponent, lambda t: t), "O2", lambda m: m(X).float().pow(2).mean() * 1e-4)
 
 
 class Temperature(nn.Module):
@@ -163,7 +164,7 @@ def layers_that_grow(cure):
 
 def vae_beyond_float32(cure):
     exponent = (lambda t: t) if cure is None else (lambda t: t.clamp(max=float(cure[1])))
-    train(Vae(200.0, exponent, lambda t: t), "O1", lambda m: m(X).float().pow(2).mean())
+    train(Vae(200.0, exponent, lambda t: t), "O1", lambda m: m(X).float().pow(2).mean() * 1e-4)
 
 
 def optimizer_that_amp_does_not_know(cure):
@@ -394,8 +395,12 @@ def zero_norm(cure):
 
 
 def root_of_zero(cure):
-    add = 0.0 if cure is None else float(cure[1])
-    train(Layers(bias=0.0, after=lambda y: y), "O1", lambda m: ((m(X).float() * 0).pow(2).sum(1) + add).sqrt().mean())
+    least = 0.0 if cure is None else float(cure[1])
+
+    def loss(model):
+        return (model(X).float() * 0).pow(2).sum(1).clamp_min(least).sqrt().mean()
+
+    train(Layers(bias=0.0), "O1", loss)
 
 
 def root_of_a_negative(cure):
@@ -502,7 +507,7 @@ CURES = {
     static_scale: r"loss_scale='(dynamic)'",
     half_too_early: r"cast it where it is small again: half\(\) after what makes it smaller; here it reaches",
     vae_in_half: r"\.float\(\) on what goes into exp, and \.half\(\) on what comes of it",
-    vae_far_beyond_half: r"\.clamp\(max=(\d+)\) on what goes into exp, where it reaches 3\d",
+    vae_far_beyond_half: r"\.clamp\(max=(\d+)\) on what goes into exp, where it reaches 3\d\S*: float16 ends",
     temperature: r"\.clamp\(max=(\S+)\) on what goes into exp: .* as in CLIP",
     empty_selection: r"smooth_l1_loss of nothing is NaN: .* or sum and divide by max\(count, 1\)",
     end_of_range: r"\.clamp\((\S+), (\S+)\) on what goes into it",
@@ -519,7 +524,7 @@ CURES = {
     eps: r"use an eps of (\S+) or more",
     target_beyond_one: r"a loss that has a least value: this one fell to -\d\S+, as with targets outside of \[0, 1\]",
     zero_norm: r"add an eps to the denominator, as in / \(\.\.\. \+ (\S+)\)",
-    root_of_zero: r"add an eps inside, as in \(\.\.\. \+ (\S+)\)\.sqrt\(\)",
+    root_of_zero: r"the gradient of sqrt at 0 is not finite: \.clamp_min\((\S+)\) on what goes into it",
     root_of_a_negative: r"a root of a negative number is NaN: \.clamp_min\((\S+)\) on what goes into it",
     division_by_a_root: r"add an eps under the root, as in / \(\.\.\. \+ (\S+)\)\.sqrt\(\)",
     variance_of_a_damaged_checkpoint: r"running_var of this module is below 0",

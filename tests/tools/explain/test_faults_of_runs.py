@@ -365,7 +365,11 @@ FAULTS = {
         steps=8,
     ),
     "the root of 0": Fault(
-        {"pass": "backward", "what": "4 of 4 values", "hint": "add an eps inside, as in (... + 1e-6).sqrt()"},
+        {
+            "pass": "backward",
+            "what": "4 of 4 values",
+            "hint": "the gradient of sqrt at 0 is not finite: .clamp_min(1e-6)",
+        },
         r"^40 of 40 steps were skipped; the cause is .*\(the backward of sqrt\)\.$",
         model=lambda: Layer(lambda y: y.float().pow(2).sum(-1).sqrt(), weight=0.0),
         loss=lambda y: y.mean(),
@@ -531,7 +535,7 @@ FAULTS = {
         loss=lambda y: y,
     ),
     "a division by next to nothing": Fault(
-        {"pass": "backward", "hint": "a larger eps in this denominator, as in / (... + 1e-3)"},
+        {"pass": "backward", "hint": "bound this denominator where it is made, as by .clamp_min(1e-2)"},
         r"^\d+ of 40 steps were skipped; the cause is .*\(the backward of sum\)\.$",
         level="O1",
         model=lambda: Layer(lambda y: (y * y.detach()).sum(1) / (y.float().norm(dim=1) * 0 + 1e-7)),
