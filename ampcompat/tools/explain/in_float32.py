@@ -39,11 +39,14 @@ def keep_fp32(setting: Setting, *modules: str | None) -> list[str]:
 def forward_in_float32(event: Event, setting: Setting) -> list[str]:
     """Ways to hold ``event``, a result of the forward, and what it reaches; the surest first."""
     reached = [one for one in event.beyond if not one.backward]
-    needed = [event.place, *(one.place for one in reached if _leaves_range(one) or _is_cast_to_half(one, setting))]
+    needed = [event.place, *event.alike]
+    needed += [one.place for one in reached if _leaves_range(one) or _is_cast_to_half(one, setting)]
     own = [place for place in needed if not is_module_of_torch(place)]
-    if len(own) == len(needed):
-        return [*lines_in_float32(event, setting, own), *_modules_in_float32(own, reached, setting), *bfloat16(setting)]
     modules = _modules_in_float32(needed, reached, setting)
+    if len(own) == len(needed):
+        lines = lines_in_float32(event, setting, own)
+        is_one_line = all(place.line == event.place.line for place in event.alike)
+        return [*lines, *modules, *bfloat16(setting)] if is_one_line else [*modules, *lines, *bfloat16(setting)]
     is_short = len(modules) == 1 and modules[0].count(",") < 2 * _MANY and "*" not in modules[0]
     return [*modules, *bfloat16(setting)] if is_short else [*bfloat16(setting), *modules]
 
@@ -87,7 +90,8 @@ def _line_in_float32(event: Event, setting: Setting) -> list[str]:
     function = place.function or event.op
     if place.module is None:
         return [f"compute the loss in float32: .float() on what the model returned, before it goes into {function}"]
-    wide = f"compute it in float32: .float() on what goes into {function}"
+    too = "" if all(other.line == place.line for other in event.alike) else ", and in the other lines too"
+    wide = f"compute it in float32: .float() on what goes into {function}{too}"
     if setting.casts_weights:
         short = ".half()" if setting.half == "float16" else ".bfloat16()"
         once = "" if event.backward else ", once that is small again,"

@@ -60,9 +60,9 @@ def _smaller_exponent(event: Event) -> list[str]:
     if not is_exponential or reached is None:
         return []
     line = None if made is None else made.place.line
-    where = "" if line is None else f" in {line.file}:{line.number}"
-    reaches = f"where it reaches {math.log(reached):.3g}"
-    return [f".clamp(max={MOST_EXPONENT}) on what goes into exp{where}, {reaches}: float16 ends at e ** 11"]
+    where = "" if line is None else f" in {line.file}:{line.number}, best where that is made"
+    reaches = f"it reaches {math.log(reached):.3g}, and float16 ends at e ** 11"
+    return [f".clamp(max={MOST_EXPONENT}) on what goes into exp{where}: {reaches}"]
 
 
 def do_not_cast(dtype: torch.dtype, setting: Setting) -> str:
@@ -158,7 +158,7 @@ def _is_all_in_loss(event: Event, setting: Setting) -> bool:
 def _smaller_exponential(event: Event, plain: float) -> list[str]:
     """For a gradient that is multiplied by what an exponential gave."""
     for made in event.chains:
-        if made.op == "exp" and _SPARE * plain > made.largest > _LARGE_FACTOR:
+        if made.op == "exp" and made.largest > _LARGE_FACTOR:
             exponent = math.log(made.largest)
             most = math.floor(exponent - math.log(_SPARE * plain / LARGEST))
             reaches = f"where it reaches {exponent:.3g}: the gradient is multiplied by the result"

@@ -93,6 +93,14 @@ class Temperature(nn.Module):
         return self.logit_scale.clamp(max=self.most).exp() * self.fc(x)
 
 
+def exponential_behind_a_layer(cure):
+    """The layers are where the value leaves the range, and the exponential is why."""
+    most = 100.0 if cure is None else float(cure[1])
+    model = Vae(30.0, lambda t: t.clamp(max=most), lambda std: std)
+    model.decode = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8))
+    train(model, "O1", lambda m: m(X).float().pow(2).mean() * 1e-4)
+
+
 def temperature(cure):
     train(Temperature(20.0 if cure is None else float(cure[1])), "O2")
 
@@ -160,6 +168,55 @@ def layers_that_grow(cure):
             nn.init.eye_(layer.weight).mul_(2.0)
         model.blocks[0].weight.mul_(8.0)
     train(model, "O1" if cure is None else cure[1], lambda m: m(X).float()[:, :4].pow(2).mean())
+
+
+def batch_without_positives(cure):
+    """The only denominator is 0, which is a number of anchors."""
+
+    def loss(model):
+        count = (Y > 5).sum().float()
+        return model(X).float().pow(2).sum() / (count if cure is None else count.clamp_min(float(cure[1])))
+
+    train(Layers(), "O1", loss)
+
+
+class LinearAttention(nn.Module):
+    def forward(self, query, key, value):
+        sums = torch.einsum("nd,nm->md", key, value)
+        scale = 1 / (torch.einsum("nd,d->n", query, key.sum(0)) + 1e-2)
+        return torch.einsum("nd,md,n->nm", query, sums, scale)
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.attention, self.out = nn.Linear(8, 24), LinearAttention(), nn.Linear(8, 4)
+        self.qkv.bias.data.fill_(60.0)
+
+    def forward(self, x):
+        return self.out(self.attention(*self.qkv(x.repeat(16, 1)).chunk(3, -1)))[:16]
+
+
+def several_lines_beyond_float16(cure):
+    """One in float32 is not enough: the module around them is kept."""
+    train(Attending(), "O2", **({} if cure is None else {"keep_fp32": cure[1]}))
+
+
+class Normed(torch.optim.Optimizer):
+    """Divides by the norm of each gradient."""
+
+    def __init__(self, params, eps):
+        super().__init__(params, {"lr": 1e-3, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param -= group["lr"] * param.grad / (param.grad.norm() + group["eps"])
+
+
+def optimizer_that_divides_by_a_norm(cure):
+    train(Layers(), "O1", lambda m: m(X)[:, :2].float().mean() * 0, lambda p: Normed(p, 0.0 if cure is None else 1e-6))
 
 
 def vae_beyond_float32(cure):
@@ -340,6 +397,15 @@ def gradient_of_a_small_root(cure):
     train(model, "O3", loss_scale="dynamic")
 
 
+def inverse_root_of_zero(cure):
+    def loss(model):
+        y = model(X).float()
+        square = (y * 0).pow(2).sum(-1, keepdim=True) + (0.0 if cure is None else float(cure[1]))
+        return (y * torch.rsqrt(square)).sum(-1).mean()
+
+    train(Layers(), "O1", loss)
+
+
 class RunningSum(nn.Module):
     """What a normalizer has seen: a sum, and a count."""
 
@@ -452,6 +518,32 @@ def target_without_alignment(cure):
     train(Layers(), "O1", loss)
 
 
+def log_of_one_less_one(cure):
+    """In half 1 - 1e-6 is 1."""
+
+    def loss(model):
+        p = torch.sigmoid(model(X) * 1e3).half().clamp(max=1 - 1e-6)
+        survival = torch.log1p(-p if cure is None else (-p).float().clamp_min(eval(cure[1])))
+        return (survival.float() * (Y[:, None] > 1)).mean()
+
+    train(Layers(), "O1", loss)
+
+
+def focal(cure):
+    """Of log(1 - softmax(x)) there is no other form."""
+
+    def loss(model):
+        logits = model(X).float() * 1e3
+        p, one_hot = torch.softmax(logits, -1), F.one_hot(Y, 4)
+        if cure is None:
+            log_p, log_rest = torch.log(p), torch.log(1 - p)
+        else:
+            log_p, log_rest = F.log_softmax(logits, -1), (1 - p).float().clamp_min(float(cure[1])).log()
+        return -(one_hot * (1 - p) ** 2 * log_p + (1 - one_hot) * p**2 * log_rest).mean()
+
+    train(Layers(), "O1", loss)
+
+
 def log_of_zero(cure):
     def loss(model):
         p = torch.relu(model(X).float())
@@ -507,7 +599,14 @@ CURES = {
     static_scale: r"loss_scale='(dynamic)'",
     half_too_early: r"cast it where it is small again: half\(\) after what makes it smaller; here it reaches",
     vae_in_half: r"\.float\(\) on what goes into exp, and \.half\(\) on what comes of it",
-    vae_far_beyond_half: r"\.clamp\(max=(\d+)\) on what goes into exp, where it reaches 3\d\S*: float16 ends",
+    vae_far_beyond_half: r"\.clamp\(max=(\d+)\) on what goes into exp: it reaches 3\d\S*, and float16 ends",
+    exponential_behind_a_layer: r"\.clamp\(max=(\d+)\) on what goes into exp in \S+\.py:\d+, best where that is made",
+    log_of_one_less_one: r"the logarithm of 1 - 1 \(or of less\): \.float\(\)\.clamp_min\((.*)\) on what goes",
+    focal: r"F\.log_softmax\(x, dim\) in .* \.float\(\)\.clamp_min\((\S+)\) on what goes into the other logarithms",
+    batch_without_positives: r"\.clamp_min\((\d)\) on the denominator",
+    several_lines_beyond_float16: r"keep_fp32=\['(attention)'\]",
+    optimizer_that_divides_by_a_norm: r"look at what the optimizer divides by, such as the norm of a gradient",
+    inverse_root_of_zero: r"add an eps inside, as in torch\.rsqrt\(\.\.\. \+ (\S+)\)",
     temperature: r"\.clamp\(max=(\S+)\) on what goes into exp: .* as in CLIP",
     empty_selection: r"smooth_l1_loss of nothing is NaN: .* or sum and divide by max\(count, 1\)",
     end_of_range: r"\.clamp\((\S+), (\S+)\) on what goes into it",
