@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampcompat import _torch
 from ampcompat.tools.core import HALF_DTYPES, Args, Kwargs, master_of, tensors_in
 from ampcompat.tools.explain.call import CAST_OPS, Call
-from ampcompat.tools.explain.event import ARGUMENT, COLLECTIVE, UNSEEN, Event, Made
+from ampcompat.tools.explain.event import ARGUMENT, COLLECTIVE, GIVEN, UNSEEN, Event, Made
 from ampcompat.tools.explain.places import NOWHERE, Place, Places
 from ampcompat.tools.explain.twins import Twins
 from ampcompat.tools.frames import is_called_by_amp
@@ -97,7 +97,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         bad = [t for t in tensors if not is_finite(t)]
         found = [self.origins[storage(t)] for t in bad if storage(t) in self.origins]
         first = min(found, key=self.events.index, default=None)
-        if first is not None:
+        if first is not None and first.op not in (*GIVEN, ARGUMENT):
             alike = (one for one in self.events if one is not first and _kind(one) == _kind(first))
             first.alike = [one.place for one in alike]
         return first
@@ -241,7 +241,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             largest=size,
             before=before,
             source=max(sources, key=lambda one: one.largest, default=None),
-            hides=math.isfinite(size) and not all(map(is_finite, call.inputs)),
+            hides=math.isfinite(size) and any(storage(tensor) in self.origins for tensor in call.inputs),
             backward=_torch.current_node() is not None,
         )
 

@@ -18,8 +18,6 @@ _OF_SIGMOID = (
     " F.binary_cross_entropy_with_logits, which takes logits"
 )
 _BOUND = ".float().clamp_min(1e-6)"
-
-
 #: What an exponential in a model may be given: layers multiply the result, and float16 ends at e ** 11.
 MOST_EXPONENT = 5
 #: And in a loss, whose gradient has the result as a factor.

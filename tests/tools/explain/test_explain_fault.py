@@ -607,6 +607,23 @@ def test_other_lines_where_the_same_happens_are_named(capsys):
     assert re.fullmatch(rf"the same 1 time more in this line, and in \S+\.py:{line + 1}", entry["also"])
 
 
+def test_two_inputs_that_are_not_finite_are_no_lines(capsys):
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x, y):
+            return self.fc(x) + self.fc(y)
+
+    model, optimizer = initialized(Sum(), "O1")
+    explain_overflows()
+    make_step(optimizer, model(BATCH / 0, BATCH / 0).float().mean())
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["what"].startswith("input 0 was not finite before the forward")
+    assert "also" not in entry
+
+
 def test_a_weight_that_was_spoiled_between_initialize_and_the_first_step(capsys):
     torch.manual_seed(0)
     explain_overflows()
