@@ -36,6 +36,7 @@ class Made:
     source: Made | None = None  # the largest that the op was given
     hides: bool = False  # what it was given was not finite, and this is, as softmax of a mask
     backward: bool = False
+    is_of_model: bool = False  # a module made it, or something that it was made from
 
     def chain(self) -> Iterable[Made]:
         """This one and the cheap ops before it, nearest first."""

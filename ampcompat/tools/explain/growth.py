@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import deque
@@ -30,6 +31,7 @@ class Grown:
     times: float  # how many times larger that is
     steps: int  # that were made in between
     lr: float | None  # the highest of its group in these; None where that is not a number
+    jump: tuple[float, float] | None  # to that rate in one step, and from which, if it was so
     follows_gradients: bool  # the step is as large as the gradient, as SGD's is: Adam divides by its size
     loss: float = 0.0  # the last that was finite
 
@@ -66,7 +68,10 @@ class Grown:
             )
         if self.lr is not None and self.lr < 0:
             return "a learning rate that is not negative: look at what sets it, such as a scheduler past its end"
-        than = "" if self.lr is None else f" than {self.lr:g}"
+        if self.jump is not None:
+            before, after = self.jump
+            return f"the learning rate went from {before:g} to {after:g} in one step: look at its scheduler"
+        than = "" if self.lr is None else f" than {self.lr:g}, such as {self.lr / 100:g}"
         others = "a warmup, or clipped gradients" if self.follows_gradients else "or a warmup"
         return f"a lower learning rate{than}, {others}: no precision holds weights that grow so"
 
@@ -110,14 +115,27 @@ class History:
                 times = now / max(then, usual)
                 if times >= most and now >= LARGE:  # not so for a NaN
                     most = times
-                    rate = self._highest_rate(index)
-                    is_sgd = "SGD" in optimizer_name(optimizer)
-                    found = Grown(name_of(param), then, now, times, len(self.seen) - 1, rate, is_sgd)
+                    rates = self._rates_of(index)
+                    found = Grown(
+                        parameter=name_of(param),
+                        before=then,
+                        after=now,
+                        times=times,
+                        steps=len(self.seen) - 1,
+                        lr=max(rates, default=None),
+                        jump=_jump(rates),
+                        follows_gradients="SGD" in optimizer_name(optimizer),
+                    )
         return found
 
-    def _highest_rate(self, group: int) -> float | None:
+    def _rates_of(self, group: int) -> list[float]:
         rates = [rates[group] for rates in self.rates if group < len(rates)]
-        return max((rate for rate in rates if rate is not None), default=None)
+        return [rate for rate in rates if rate is not None]
+
+
+def _jump(rates: list[float]) -> tuple[float, float] | None:
+    """The first two rates in a row of which the second is far higher; a warmup begins at 0, and climbs slowly."""
+    return next((pair for pair in itertools.pairwise(rates) if pair[1] > FAR * pair[0] > 0), None)
 
 
 def _rate(group: ParamGroup) -> float | None:

@@ -35,8 +35,9 @@ def _of_given(event: Event, setting: Setting) -> list[str]:
     """For what came into a forward, or an op, from outside."""
     if event.op == "parameter" and event.value is not None and event.out_of_range:
         dtype = dtype_name(event.dtype)
-        larger = f"its float32 master is finite and reaches {event.value:.6g}: the cast to {dtype} lost it"
-        return [larger, *keep_fp32(setting, _module_of(event)), *bfloat16(setting)]
+        ways = [*keep_fp32(setting, _module_of(event)), *bfloat16(setting)] or ["smaller weights"]
+        lost = f"its float32 master is finite and reaches {event.value:.6g}: the cast to {dtype} lost it"
+        return [f"{ways[0]} ({lost})", *ways[1:]]
     if event.op == "parameter":
         return [setting.origin]
     if event.op == "buffer" and event.dtype in HALF_DTYPES and not event.is_nan:

@@ -88,7 +88,7 @@ def _line_in_float32(event: Event, setting: Setting) -> list[str]:
     if not setting.half or place.line is None or is_module_of_torch(place):
         return []
     function = place.function or event.op
-    if place.module is None:
+    if place.module is None and any(made.is_of_model for made in event.made):
         return [f"compute the loss in float32: .float() on what the model returned, before it goes into {function}"]
     too = "" if all(other.line == place.line for other in event.alike) else ", and in the other lines too"
     wide = f"compute it in float32: .float() on what goes into {function}{too}"

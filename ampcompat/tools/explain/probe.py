@@ -234,15 +234,17 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if call.name == "mul" and _torch.current_node() is not None:  # the backward of exp multiplies by its result
             before = next((source for source in sources if source.op == "exp"), None)
         size = largest(out)
+        place = self.places.here()
         return Made(
             op=call.name,
             scalars=scalars,
-            place=self.places.here(),
+            place=place,
             largest=size,
             before=before,
             source=max(sources, key=lambda one: one.largest, default=None),
             hides=math.isfinite(size) and any(storage(tensor) in self.origins for tensor in call.inputs),
             backward=_torch.current_node() is not None,
+            is_of_model=place.module is not None or any(source.is_of_model for source in sources),
         )
 
     def _origin_of(self, call: Call, written: torch.Tensor | None) -> Event | None:

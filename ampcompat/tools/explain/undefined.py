@@ -116,6 +116,11 @@ _UNDEFINED = (
         lambda event: event.is_by_number_zero,
         "a division by the number 0: look at what makes it, such as a count that nothing has counted",
     ),
+    _Cure(
+        lambda event: event.op in DIVISIONS and any(made.op == "sqrt" for made in event.chains),
+        "a division by zero{zeros}: add an eps under the root, as in / (... + {eps}).sqrt(), whose gradient is not"
+        " finite at 0 either",
+    ),
     _Cure(  # of something other than 0: with an eps it is as many times too large
         lambda event: event.op.startswith(("div", "reciprocal")) and not event.backward and not event.is_nan,
         "a division by zero{zeros}: .clamp_min({least}) on the denominator",
@@ -127,11 +132,6 @@ _UNDEFINED = (
     _Cure(
         lambda event: event.op == "rsqrt",
         "a division by zero{zeros}: add an eps inside, as in torch.rsqrt(... + {eps})",
-    ),
-    _Cure(
-        lambda event: event.op in DIVISIONS and any(made.op == "sqrt" for made in event.chains),
-        "a division by zero{zeros}: add an eps under the root, as in / (... + {eps}).sqrt(), whose gradient is not"
-        " finite at 0 either",
     ),
     _Cure(
         lambda event: event.op in DIVISIONS,

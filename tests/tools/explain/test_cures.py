@@ -343,6 +343,29 @@ def similarities(cure):
     train(Layers(), "O1", loss)
 
 
+def resolution_in_half(cure):
+    """It is computed before the model, from numbers of the batch."""
+    height, width = torch.full((16,), 720.0).half(), torch.full((16,), 1280.0).half()
+
+    def loss(model):
+        area = height * width if cure is None else height.float() * width.float()
+        ratio = (area / 2**18).sqrt()
+        return (model(X).float() * ratio.float()[:, None]).pow(2).mean()
+
+    train(Layers(), "O1", loss)
+
+
+def ratio_to_a_root(cure):
+    """As a signal to noise ratio: the gradient of the root is not finite either."""
+
+    def loss(model):
+        error = (model(X).float() * 0).pow(2).mean(1)
+        least = 0.0 if cure is None else float(cure[1])
+        return torch.log10(1.0 / torch.sqrt(error + least)).mean()
+
+    train(Layers(), "O1", loss)
+
+
 def probabilities_that_are_masked(cure):
     """The entropy of a policy whose last action is never allowed."""
 
@@ -639,6 +662,8 @@ CURES = {
     op_and_layer_beyond_float16_at_o2: r"AMPCOMPAT_DTYPE=bfloat16 \(or opt_level='O4'/'(O5)'\)",
     targets_that_are_large: r"the loss in float32: \.float\(\) on what the model returned, before it goes into mul",
     similarities: r"`with amp\.disable_casts\(\):`, and in it \.float\(\) on what goes into matmul",
+    resolution_in_half: r"hint +compute it in float32: \.float\(\) on what goes into mul$",
+    ratio_to_a_root: r"add an eps under the root, as in / \(\.\.\. \+ (\S+)\)\.sqrt\(\)",
     probabilities_that_are_masked: r"a mask of -inf makes 0: \.clamp_min\((\S+)\) on what goes into it",
     two_logarithms: r"F\.logsigmoid\(x\) in place of log\(sigmoid\(x\)\), F\.logsigmoid\(-x\) in place of",
     ratio_of_probabilities: r"\.clamp\(max=(\d+)\) on what goes into exp, where it reaches 1\S+: the gradient",

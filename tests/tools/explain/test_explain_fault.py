@@ -473,7 +473,7 @@ def test_a_learning_rate_that_is_too_high(capsys, level):
     options = {"loss_scale": 128.0} if level in ("O1", "O2") else {}
     diverge(level, 50, **options)
     entry = fields(capsys.readouterr().err)[0]
-    assert entry["hint"].startswith("a lower learning rate than 50, a warmup, or clipped gradients")
+    assert entry["hint"].startswith("a lower learning rate than 50, such as 0.5, a warmup, or clipped gradients")
     assert re.match(r"\S+ grew from \S+ to \S+ in \d+ steps?, at lr=50", entry["growth"])
 
 
@@ -489,7 +489,24 @@ def test_clipping_is_no_cure_for_an_optimizer_that_divides_by_the_size_of_gradie
         optimizer.zero_grad()
         make_step(optimizer, model(x).float().pow(2).mean())
     entry = fields(capsys.readouterr().err)[0]
-    assert entry["hint"] == "a lower learning rate than 300, or a warmup: no precision holds weights that grow so"
+    assert (
+        entry["hint"]
+        == "a lower learning rate than 300, such as 3, or a warmup: no precision holds weights that grow so"
+    )
+
+
+def test_a_learning_rate_that_jumps_is_the_schedulers(capsys):
+    """It divides by what is left of the steps."""
+    torch.manual_seed(0)
+    model, optimizer = initialized(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)), "O1", lr=0.01)
+    explain_overflows(limit=1)
+    x = torch.randn(16, 8)
+    for step in range(10):
+        optimizer.param_groups[0]["lr"] = 0.01 / max(5 - step, 1e-9)
+        optimizer.zero_grad()
+        make_step(optimizer, model(x).float().pow(2).mean())
+    entry = fields(capsys.readouterr().err)[0]
+    assert entry["hint"] == "the learning rate went from 0.01 to 1e+07 in one step: look at its scheduler"
 
 
 def test_the_highest_learning_rate_of_these_steps_is_named(capsys):
