@@ -93,7 +93,7 @@ def _mask(event: Event) -> float | None:
 
 def _eps_lost_in_half(event: Event) -> float | None:
     """A number added to, or set as the least of, the zero that ``event`` stumbled over, and itself 0 in float16."""
-    if event.op not in (*DIVISIONS, "log", "sqrt"):
+    if event.op not in (*DIVISIONS, "log", "sqrt") and event.place.function not in ("log", "sqrt"):
         return None
     added = [made for made in event.chains if made.op in ("add", "clamp", "clamp_min", "maximum", "add_")]
     numbers = [number for made in added for number in made.scalars]

@@ -230,9 +230,12 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _made(self, call: Call, out: torch.Tensor, sources: list[Made]) -> Made:
         scalars = tuple(number for number in call.numbers if number not in (0, 1))
+        is_backward = _torch.current_node() is not None
         before = sources[0] if sources and call.name in (*_ALIKE, *_PARTS) else None
-        if call.name == "mul" and _torch.current_node() is not None:  # the backward of exp multiplies by its result
+        if call.name == "mul" and is_backward:  # the backward of exp multiplies by its result
             before = next((source for source in sources if source.op == "exp"), None)
+        elif call.name == "div" and is_backward:  # and that of a logarithm divides by what it was given
+            before = next((source for source in sources if not source.backward), None)
         size = largest(out)
         place = self.places.here()
         return Made(
@@ -243,7 +246,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             before=before,
             source=max(sources, key=lambda one: one.largest, default=None),
             hides=math.isfinite(size) and any(storage(tensor) in self.origins for tensor in call.inputs),
-            backward=_torch.current_node() is not None,
+            backward=is_backward,
             is_of_model=place.module is not None or any(source.is_of_model for source in sources),
         )
 

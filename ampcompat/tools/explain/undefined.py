@@ -108,7 +108,7 @@ _UNDEFINED = (
         " which 0 * log(p) is 0",
     ),
     _Cure(
-        lambda event: event.op == "log1p",
+        lambda event: "log1p" in (event.op, event.place.function),
         "the logarithm of 1 - 1 (or of less): {wide}.clamp_min(1e-6 - 1) on what goes into it",
     ),
     _Cure(_is_logarithm, "the logarithm of 0 (or of less): {wide}.clamp_min(1e-6) on what goes into it"),

@@ -366,6 +366,14 @@ def ratio_to_a_root(cure):
     train(Layers(), "O1", loss)
 
 
+def gradient_of_a_logarithm(cure):
+    """That of a generator: the eps that is added in half is lost, and the scale comes down for ever."""
+    eps = 1e-8 if cure is None else float(cure[1])
+    model = nn.Sequential(nn.Linear(8, 4), nn.Sigmoid())
+    model[0].bias.data.fill_(-13.5)
+    train(model, "O1", lambda m: -torch.log(m(X) + eps).sum())
+
+
 def probabilities_that_are_masked(cure):
     """The entropy of a policy whose last action is never allowed."""
 
@@ -664,6 +672,7 @@ CURES = {
     similarities: r"`with amp\.disable_casts\(\):`, and in it \.float\(\) on what goes into matmul",
     resolution_in_half: r"hint +compute it in float32: \.float\(\) on what goes into mul$",
     ratio_to_a_root: r"add an eps under the root, as in / \(\.\.\. \+ (\S+)\)\.sqrt\(\)",
+    gradient_of_a_logarithm: r"eps=1e-08 is 0 in float16, .*: use an eps of (\S+) or more",
     probabilities_that_are_masked: r"a mask of -inf makes 0: \.clamp_min\((\S+)\) on what goes into it",
     two_logarithms: r"F\.logsigmoid\(x\) in place of log\(sigmoid\(x\)\), F\.logsigmoid\(-x\) in place of",
     ratio_of_probabilities: r"\.clamp\(max=(\d+)\) on what goes into exp, where it reaches 1\S+: the gradient",
