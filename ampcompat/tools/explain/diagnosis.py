@@ -113,7 +113,7 @@ class Diagnosis:
         fault = op_fault(event, setting_of(case.block.scaler, case.block.scale, origin, self._growth()))
         fault.head, fault.step = case.head, case.step
         if case.is_fault:
-            fault.wait = ""
+            fault.wait = ""  # overflows persist, so that no lower scale is to be waited for
         self._join_too_large(fault)
         case.lose_to(fault.key)
         if event.depends_on_scale:  # so do the skips before, at higher scales

@@ -18,8 +18,6 @@ GIVEN = ("input", "parameter", "buffer")
 ARGUMENT = "argument"
 #: What another rank has added, and what amp works with and no op has made that was seen: the cause is elsewhere.
 COLLECTIVE, UNSEEN = "collective", "unseen"
-
-
 #: What a dispatcher op does to a zero.
 DIVISIONS = ("div", "div_", "reciprocal", "rsqrt", "pow", "true_divide")
 

@@ -140,6 +140,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note how a result was made, and where what is not finite in it comes from."""
         if "empty" in call.name:  # what is there is not read before it is written
             self.origins.pop(storage(out), None)
+            self.twins.forget(out)
             return
         is_written = any(t is out for t in call.inputs)
         is_view = not is_written and any(storage(t) == storage(out) for t in call.inputs)
@@ -245,10 +246,13 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             largest=size,
             before=before,
             source=max(sources, key=lambda one: one.largest, default=None),
-            hides=math.isfinite(size) and any(storage(tensor) in self.origins for tensor in call.inputs),
+            hides=math.isfinite(size) and any(map(self._is_known_not_finite, call.inputs)),
             backward=is_backward,
             is_of_model=place.module is not None or any(source.is_of_model for source in sources),
         )
+
+    def _is_known_not_finite(self, tensor: torch.Tensor) -> bool:
+        return storage(tensor) in self.origins and not is_finite(tensor)
 
     def _origin_of(self, call: Call, written: torch.Tensor | None) -> Event | None:
         """The origin of what is not finite in the inputs of an op; None where they are finite."""

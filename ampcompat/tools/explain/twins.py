@@ -27,7 +27,7 @@ class Twins:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The twin of ``tensor``; None where it has none."""
-        whole = self._of_storages.get(storage(tensor))
+        whole = self._of_storages.get(storage(tensor)) if readable(tensor) else None
         if whole is None or whole.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():
             return None
         return whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())

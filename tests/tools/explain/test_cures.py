@@ -317,6 +317,18 @@ def op_and_layer_beyond_float16_at_o2(cure):
     train(model, "O2" if cure is None else cure[1])
 
 
+def log_of_softmax_that_is_not_masked(cure):
+    """Its forward is -inf where no label is, which costs nothing but the gradient."""
+
+    def loss(model):
+        y = (model(X) * 100).clamp(max=0).float()
+        y = y - 200 * (torch.arange(4) != Y[:, None])
+        log = torch.log(torch.softmax(y, -1)) if cure is None else F.log_softmax(y, -1)
+        return F.nll_loss(log, Y)
+
+    train(Layers(), "O1", loss)
+
+
 def targets_that_are_large(cure):
     target = torch.full((16, 4), 12000.0).half()
 
@@ -668,6 +680,7 @@ CURES = {
     loop_that_grows: r"bound what goes round in this loop, by torch\.(\w+), .* from \S+ to \S+ in \d+ of them",
     op_and_layer_beyond_float16: r"keep_fp32=\['(cubes)'\]",
     op_and_layer_beyond_float16_at_o2: r"AMPCOMPAT_DTYPE=bfloat16 \(or opt_level='O4'/'(O5)'\)",
+    log_of_softmax_that_is_not_masked: r"F\.log_softmax\(x, dim\) in place of log\(softmax\(x\)\)",
     targets_that_are_large: r"the loss in float32: \.float\(\) on what the model returned, before it goes into mul",
     similarities: r"`with amp\.disable_casts\(\):`, and in it \.float\(\) on what goes into matmul",
     resolution_in_half: r"hint +compute it in float32: \.float\(\) on what goes into mul$",
