@@ -46,7 +46,9 @@ def forward_in_float32(event: Event, setting: Setting) -> list[str]:
     if len(own) == len(needed):
         lines = lines_in_float32(event, setting, own)
         is_one_line = all(place.line == event.place.line for place in event.alike)
-        return [*lines, *modules, *bfloat16(setting)] if is_one_line else [*modules, *lines, *bfloat16(setting)]
+        if is_one_line and not setting.casts_weights:
+            return [*lines, *modules, *bfloat16(setting)]
+        return [*modules, *lines, *bfloat16(setting)]  # the lines around it are likely to be next
     is_short = len(modules) == 1 and modules[0].count(",") < 2 * _MANY and "*" not in modules[0]
     return [*modules, *bfloat16(setting)] if is_short else [*bfloat16(setting), *modules]
 

@@ -202,6 +202,28 @@ def several_lines_beyond_float16(cure):
     train(Attending(), "O2", **({} if cure is None else {"keep_fp32": cure[1]}))
 
 
+class Dice(nn.Module):
+    def forward(self, p, target):
+        return 1 - (2 * (p * target).sum() + 1) / ((p + target).sum() + 1)
+
+
+class Segmented(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.criterion = nn.Linear(8, 4), Dice()
+
+    def forward(self, x, target):
+        return self.criterion(torch.sigmoid(self.fc(x).repeat(1024, 1)), target.to(self.fc.weight.dtype))
+
+
+def criterion_in_half(cure):
+    """One of its sums leaves float16, and the other is about to."""
+    target = torch.ones(16 * 1024, 4)
+    model, options = Segmented(), {} if cure is None else {"keep_fp32": cure[1]}
+    model.fc.bias.data.fill_(-2.0)
+    train(model, "O2", lambda m: m(X, target).float(), **options)
+
+
 class Normed(torch.optim.Optimizer):
     """Divides by the norm of each gradient."""
 
@@ -647,6 +669,7 @@ CURES = {
     log_of_one_less_one: r"the logarithm of 1 - 1 \(or of less\): \.float\(\)\.clamp_min\((.*)\) on what goes",
     focal: r"F\.log_softmax\(x, dim\) in .* \.float\(\)\.clamp_min\((\S+)\) on what goes into the other logarithms",
     batch_without_positives: r"\.clamp_min\((\d)\) on the denominator",
+    criterion_in_half: r"keep_fp32=\['(criterion)'\]",
     several_lines_beyond_float16: r"keep_fp32=\['(attention)'\]",
     optimizer_that_divides_by_a_norm: r"look at what the optimizer divides by, such as the norm of a gradient",
     inverse_root_of_zero: r"add an eps inside, as in torch\.rsqrt\(\.\.\. \+ (\S+)\)",
