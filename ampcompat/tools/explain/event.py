@@ -74,6 +74,7 @@ class Event:
     is_of_nothing: bool = False  # one of its inputs has no elements
     made: list[Made] = field(default_factory=list)  # how its inputs were
     beyond: list[Beyond] = field(default_factory=list)  # what the value reaches, and half does not hold either
+    reaches_layer: bool = False  # of torch, in the forward
     spread: Place | None = None  # where an inf was turned into NaN
     node: str = ""  # in backward, of the autograd graph
     given: str = ""  # for ARGUMENT: which tensor it is, in words

@@ -41,7 +41,7 @@ def forward_in_float32(event: Event, setting: Setting) -> list[str]:
     reached = [one for one in event.beyond if not one.backward]
     needed = [event.place, *event.alike]
     needed += [one.place for one in reached if _leaves_range(one) or _is_cast_to_half(one, setting)]
-    own = [place for place in needed if not is_module_of_torch(place)]
+    own = [place for place in needed if not place.is_of_torch]
     modules = _modules_in_float32(needed, reached, setting)
     if len(own) == len(needed):
         lines = lines_in_float32(event, setting, own)
@@ -62,21 +62,29 @@ def _is_cast_to_half(one: Beyond, setting: Setting) -> bool:
     """Whether the op is computed in half although it is given what half does not hold."""
     if one.given <= LARGEST:
         return False
-    is_of_layer = setting.casts_weights and is_module_of_torch(one.place)
+    is_of_layer = setting.casts_weights and one.place.is_of_torch
     return is_of_layer or one.op in (*_HALF_OPS, *CAST_OPS)
 
 
 def lines_in_float32(event: Event, setting: Setting, places: Sequence[Place]) -> list[str]:
     """How the script computes ``event`` in float32; other ``places`` follow, but for functions that are cast."""
-    cast = [place for place in places if place.function in _HALF_FUNCTIONS] if setting.casts_functions else []
-    if cast and all(_is_called_by_name(place) for place in cast):
-        names = dict.fromkeys(place.function for place in cast)
+    place = event.place
+    if not setting.half or place.line is None or place.is_of_torch:
+        return []
+    cast = [one for one in places if one.function in _HALF_FUNCTIONS] if setting.casts_functions else []
+    if place.is_outside and any(made.is_of_model for made in event.made):
+        made_of_cast = setting.casts_functions and any(made.op in _HALF_OPS for made in event.chains)
+        return [_loss_in_float32(event, "model", cast or made_of_cast)]
+    if setting.casts_weights and not event.backward and not event.reaches_layer:
+        return [_loss_in_float32(event, "layers", False)]
+    if cast and all(_is_called_by_name(one) for one in cast):
+        names = dict.fromkeys(one.function for one in cast)
         calls = [f"amp.register_float_function(torch, '{name}')" for name in names]
         return [f"{' and '.join(calls)} before amp.initialize"]
     if cast:
-        functions = " and ".join(dict.fromkeys(place.function for place in cast))
+        functions = " and ".join(dict.fromkeys(one.function for one in cast))
         return [f"compute it in float32: `with amp.disable_casts():`, and in it .float() on what goes into {functions}"]
-    return _line_in_float32(event, setting)
+    return [_line_in_float32(event, setting)]
 
 
 def _is_called_by_name(place: Place) -> bool:
@@ -85,27 +93,30 @@ def _is_called_by_name(place: Place) -> bool:
     return source is not None and f"torch.{place.function}(" in source
 
 
-def _line_in_float32(event: Event, setting: Setting) -> list[str]:
-    place = event.place
-    if not setting.half or place.line is None or is_module_of_torch(place):
-        return []
-    function = place.function or event.op
-    if place.module is None and any(made.is_of_model for made in event.made):
-        return [f"compute the loss in float32: .float() on what the model returned, before it goes into {function}"]
-    too = "" if all(other.line == place.line for other in event.alike) else ", and in the other lines too"
-    wide = f"compute it in float32: .float() on what goes into {function}{too}"
-    if setting.casts_weights:
-        short = ".half()" if setting.half == "float16" else ".bfloat16()"
-        once = "" if event.backward else ", once that is small again,"
-        wide += f", and {short} on what comes of it{once} before a layer takes it"
-    return [wide]
+def _loss_in_float32(event: Event, of: str, casts_inside: object) -> str:
+    """For what no layer takes: all that follows is in float32 then, in other lines too."""
+    if casts_inside:
+        around = "`with amp.disable_casts():` around it"
+        return f"compute the loss in float32: {around}, and .float() on what the {of} returned"
+    function = event.place.function or event.op
+    return f"compute the loss in float32: .float() on what the {of} returned, before it goes into {function}"
+
+
+def _line_in_float32(event: Event, setting: Setting) -> str:
+    too = "" if all(other.line == event.place.line for other in event.alike) else ", and in the other lines too"
+    wide = f"compute it in float32: .float() on what goes into {event.place.function or event.op}{too}"
+    if not setting.casts_weights:
+        return wide
+    short = ".half()" if setting.half == "float16" else ".bfloat16()"
+    once = "" if event.backward else ", once that is small again,"
+    return f"{wide}, and {short} on what comes of it{once} before a layer takes it"
 
 
 def _modules_in_float32(places: Sequence[Place], reached: Sequence[Beyond], setting: Setting) -> list[str]:
     """The modules around ``places``, as names to keep; a level that casts weights casts what leaves these to half."""
     if not setting.casts_weights:
         return keep_fp32(setting, *_listed(place.module for place in places))
-    inside = [_parent(place.module) if is_module_of_torch(place) else place.module for place in places]
+    inside = [_parent(place.module) if place.is_of_torch else place.module for place in places]
     inside += [one.place.module for one in reached if one.given > LARGEST]
     if None in inside:
         return []  # what the model returns is too large for half
@@ -137,8 +148,3 @@ def _list_of(name: str | None) -> str:
     words = (name or "").split(".")
     numbers = [place for place, word in enumerate(words) if word.isdecimal()]
     return ".".join(words[: numbers[0]]) if numbers else ""
-
-
-def is_module_of_torch(place: Place) -> bool:
-    """Whether ``place`` is in a module that torch has."""
-    return hasattr(torch.nn, place.kind or " ")

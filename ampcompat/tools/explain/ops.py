@@ -13,7 +13,6 @@ from ampcompat.tools.explain.call import CAST_OPS
 from ampcompat.tools.explain.event import ARGUMENT, GIVEN, Event
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.hints import hints
-from ampcompat.tools.explain.in_float32 import is_module_of_torch
 from ampcompat.tools.explain.misuse import spoiling_misuse
 from ampcompat.tools.explain.places import Place
 from ampcompat.tools.explain.setting import Setting
@@ -80,7 +79,7 @@ def _key(event: Event) -> str:
     if event.depends_on_scale:
         return GRADIENTS
     place = event.place
-    if is_module_of_torch(place):
+    if place.is_of_torch:
         place = place._replace(line=None)  # it is the line that has called the model
     elif place.line is not None:
         place = place._replace(module=None)  # each of the layers that share this line may have its turn

@@ -31,6 +31,16 @@ class Place(NamedTuple):
     line: ScriptLine | None  # the script's; None where nothing but torch's own code ran below the model
     model: str = ""  # class name of the model that the module is a part of; "" where amp was given none
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether it is in no model that amp was given, as a loss is."""
+        return not self.model
+
+    @property
+    def is_of_torch(self) -> bool:
+        """Whether it is in a module that torch has."""
+        return hasattr(torch.nn, self.kind or " ")
+
 
 NOWHERE = Place(None, "", "", None)
 

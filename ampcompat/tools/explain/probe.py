@@ -248,7 +248,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             source=max(sources, key=lambda one: one.largest, default=None),
             hides=math.isfinite(size) and any(map(self._is_known_not_finite, call.inputs)),
             backward=is_backward,
-            is_of_model=place.module is not None or any(source.is_of_model for source in sources),
+            is_of_model=not place.is_outside or any(source.is_of_model for source in sources),
         )
 
     def _is_known_not_finite(self, tensor: torch.Tensor) -> bool:

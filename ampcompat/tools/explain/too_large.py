@@ -11,7 +11,6 @@ from ampcompat.tools.explain.event import Beyond, Event
 from ampcompat.tools.explain.in_float32 import (
     bfloat16,
     forward_in_float32,
-    is_module_of_torch,
     keep_fp32,
     lines_in_float32,
 )
@@ -35,7 +34,7 @@ _SMALLER_LOSS = "a smaller loss (a mean in place of a sum, a smaller factor on i
 def in_forward(event: Event, setting: Setting) -> list[str]:
     """For a result of the forward, the loss included."""
     function = event.place.function
-    is_cast = function in CAST_FUNCTIONS and event.place.line is not None and not is_module_of_torch(event.place)
+    is_cast = function in CAST_FUNCTIONS and event.place.line is not None and not event.place.is_of_torch
     if is_cast and setting.casts_functions:
         return [do_not_cast(event.dtype, setting), *bfloat16(setting)]
     if is_cast:
@@ -148,10 +147,10 @@ def _is_all_in_loss(event: Event, setting: Setting) -> bool:
     """Whether the gradient is small again when it comes to the model: float32 holds what is before."""
 
     def is_too_large_there(one: Beyond) -> bool:
-        is_in_model = one.place.module is not None or one.op in CAST_OPS
+        is_in_model = not one.place.is_outside or one.op in CAST_OPS
         return one.backward and is_in_model and one.given / setting.scale > LARGEST
 
-    is_of_loss = event.place.module is None and event.op not in CAST_OPS
+    is_of_loss = event.place.is_outside and event.op not in CAST_OPS
     return is_of_loss and not any(map(is_too_large_there, event.beyond))
 
 

@@ -50,6 +50,8 @@ class Twins:
 
     def follow(self, call: Call, result: object, origin: Event, place: Place) -> None:
         """Compute an op that what is not finite has reached in float32, and note it where half does not hold that."""
+        is_backward = _torch.current_node() is not None
+        origin.reaches_layer = origin.reaches_layer or (place.is_of_torch and not is_backward)
         twins = [twin for twin in map(self.of, call.inputs) if twin is not None]
         if not twins:
             return
@@ -61,7 +63,7 @@ class Twins:
         is_half = any(out.dtype == torch.float16 for out in tensors_in(result))
         gives = max(map(largest, tensors_in(wide)), default=0.0)
         if is_half and max(given, gives) > LARGEST and len(origin.beyond) < MOST:
-            origin.beyond.append(Beyond(call.name, place, given, gives, _torch.current_node() is not None))
+            origin.beyond.append(Beyond(call.name, place, given, gives, is_backward))
 
     def _keep(self, result: object, wide: object) -> None:
         try:

@@ -190,7 +190,7 @@ def undefined(event: Event, setting: Setting) -> list[str]:
             zeros=f" ({count} zero{'s' if count > 1 else ''})" if count else "",
             eps=eps,
             least="1" if event.is_by_count else eps,
-            exponent=_MOST_EXPONENT_IN_LOSS if event.place.module is None else MOST_EXPONENT,
+            exponent=_MOST_EXPONENT_IN_LOSS if event.place.is_outside else MOST_EXPONENT,
         )
         found.append(text)
         if cure.is_sure:

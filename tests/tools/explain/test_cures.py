@@ -182,9 +182,9 @@ def batch_without_positives(cure):
 
 class LinearAttention(nn.Module):
     def forward(self, query, key, value):
-        sums = torch.einsum("nd,nm->md", key, value)
-        scale = 1 / (torch.einsum("nd,d->n", query, key.sum(0)) + 1e-2)
-        return torch.einsum("nd,md,n->nm", query, sums, scale)
+        sums = torch.einsum("sd,sm->md", key, value)
+        scale = 1 / (torch.einsum("sd,d->s", query, key.sum(0)) + 1e-2)
+        return torch.einsum("sd,md,s->sm", query, sums, scale)
 
 
 class Attending(nn.Module):
@@ -202,26 +202,17 @@ def several_lines_beyond_float16(cure):
     train(Attending(), "O2", **({} if cure is None else {"keep_fp32": cure[1]}))
 
 
-class Dice(nn.Module):
-    def forward(self, p, target):
-        return 1 - (2 * (p * target).sum() + 1) / ((p + target).sum() + 1)
+class Scores(nn.Module):
+    def forward(self, query, key, value):
+        return torch.softmax(query @ key.t(), -1) @ value
 
 
-class Segmented(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc, self.criterion = nn.Linear(8, 4), Dice()
-
-    def forward(self, x, target):
-        return self.criterion(torch.sigmoid(self.fc(x).repeat(1024, 1)), target.to(self.fc.weight.dtype))
-
-
-def criterion_in_half(cure):
-    """One of its sums leaves float16, and the other is about to."""
-    target = torch.ones(16 * 1024, 4)
-    model, options = Segmented(), {} if cure is None else {"keep_fp32": cure[1]}
-    model.fc.bias.data.fill_(-2.0)
-    train(model, "O2", lambda m: m(X, target).float(), **options)
+def scores_in_half(cure):
+    """The module is kept: no cast to float32 and back is to be written."""
+    model = Attending()
+    model.attention = Scores()
+    model.qkv.bias.data.fill_(120.0)
+    train(model, "O2", **({} if cure is None else {"keep_fp32": cure[1]}))
 
 
 class Normed(torch.optim.Optimizer):
@@ -669,7 +660,7 @@ CURES = {
     log_of_one_less_one: r"the logarithm of 1 - 1 \(or of less\): \.float\(\)\.clamp_min\((.*)\) on what goes",
     focal: r"F\.log_softmax\(x, dim\) in .* \.float\(\)\.clamp_min\((\S+)\) on what goes into the other logarithms",
     batch_without_positives: r"\.clamp_min\((\d)\) on the denominator",
-    criterion_in_half: r"keep_fp32=\['(criterion)'\]",
+    scores_in_half: r"keep_fp32=\['(attention)'\]",
     several_lines_beyond_float16: r"keep_fp32=\['(attention)'\]",
     optimizer_that_divides_by_a_norm: r"look at what the optimizer divides by, such as the norm of a gradient",
     inverse_root_of_zero: r"add an eps inside, as in torch\.rsqrt\(\.\.\. \+ (\S+)\)",
@@ -705,7 +696,7 @@ CURES = {
     op_and_layer_beyond_float16_at_o2: r"AMPCOMPAT_DTYPE=bfloat16 \(or opt_level='O4'/'(O5)'\)",
     log_of_softmax_that_is_not_masked: r"F\.log_softmax\(x, dim\) in place of log\(softmax\(x\)\)",
     targets_that_are_large: r"the loss in float32: \.float\(\) on what the model returned, before it goes into mul",
-    similarities: r"`with amp\.disable_casts\(\):`, and in it \.float\(\) on what goes into matmul",
+    similarities: r"`with amp\.disable_casts\(\):` around it, and \.float\(\) on what the model returned",
     resolution_in_half: r"hint +compute it in float32: \.float\(\) on what goes into mul$",
     ratio_to_a_root: r"add an eps under the root, as in / \(\.\.\. \+ (\S+)\)\.sqrt\(\)",
     gradient_of_a_logarithm: r"eps=1e-08 is 0 in float16, .*: use an eps of (\S+) or more",
@@ -713,7 +704,7 @@ CURES = {
     two_logarithms: r"F\.logsigmoid\(x\) in place of log\(sigmoid\(x\)\), F\.logsigmoid\(-x\) in place of",
     ratio_of_probabilities: r"\.clamp\(max=(\d+)\) on what goes into exp, where it reaches 1\S+: the gradient",
     gradient_of_a_small_root: r"\.float\(\) on what goes into rsqrt, and \.half\(\) on what comes of it before",
-    squares: r"\.float\(\) on what goes into pow",
+    squares: r"\.float\(\) on what the layers returned, before it goes into pow",
 }
 
 

@@ -258,7 +258,7 @@ FAULTS = {
     "squares in half": Fault(
         {
             "what": "aten::pow left the range of float16",
-            "hint": "compute it in float32: .float() on what goes into pow",
+            "hint": "the loss in float32: .float() on what the layers returned, before it goes into pow",
         },
         r"the cause is .*\(pow\)\.$",
         model=lambda: Layer(lambda y: (y * 1000).pow(2).sum(-1)),
