@@ -59,7 +59,9 @@ def _smaller_exponent(event: Event) -> list[str]:
     if not is_exponential or reached is None:
         return []
     line = None if made is None else made.place.line
-    where = "" if line is None else f" in {line.file}:{line.number}, best where that is made"
+    where = "" if line is None else f" in {line.file}:{line.number}"
+    if line is not None or event.alike:
+        where += ", best where that is made"
     reaches = f"it reaches {math.log(reached):.3g}, and float16 ends at e ** 11"
     return [f".clamp(max={MOST_EXPONENT}) on what goes into exp{where}: {reaches}"]
 
