@@ -42,15 +42,16 @@ def forward_in_float32(event: Event, setting: Setting) -> list[str]:
     needed = [event.place, *event.alike]
     needed += [one.place for one in reached if _leaves_range(one) or _is_cast_to_half(one, setting)]
     own = [place for place in needed if not place.is_of_torch]
-    modules = _modules_in_float32(needed, reached, setting)
+    names = _modules_around(needed, reached, setting)
+    modules = keep_fp32(setting, *names)
     if len(own) == len(needed):
         lines = lines_in_float32(event, setting, own)
         is_one_line = all(place.line == event.place.line for place in event.alike)
         if is_one_line and not setting.casts_weights:
             return [*lines, *modules, *bfloat16(setting)]
         return [*modules, *lines, *bfloat16(setting)]  # the lines around it are likely to be next
-    is_short = len(modules) == 1 and modules[0].count(",") < 2 * _MANY and "*" not in modules[0]
-    return [*modules, *bfloat16(setting)] if is_short else [*bfloat16(setting), *modules]
+    are_few = len(names) <= _MANY and not any(name and name.endswith("*") for name in names)
+    return [*modules, *bfloat16(setting)] if are_few else [*bfloat16(setting), *modules]
 
 
 def _leaves_range(one: Beyond) -> bool:
@@ -112,17 +113,17 @@ def _line_in_float32(event: Event, setting: Setting) -> str:
     return f"{wide}, and {short} on what comes of it{once} before a layer takes it"
 
 
-def _modules_in_float32(places: Sequence[Place], reached: Sequence[Beyond], setting: Setting) -> list[str]:
-    """The modules around ``places``, as names to keep; a level that casts weights casts what leaves these to half."""
+def _modules_around(places: Sequence[Place], reached: Sequence[Beyond], setting: Setting) -> list[str | None]:
+    """The modules around ``places``, to be kept; a level that casts weights casts what leaves these to half."""
     if not setting.casts_weights:
-        return keep_fp32(setting, *_listed(place.module for place in places))
+        return _listed(place.module for place in places)
     inside = [_parent(place.module) if place.is_of_torch else place.module for place in places]
     inside += [one.place.module for one in reached if one.given > LARGEST]
     if None in inside:
         return []  # what the model returns is too large for half
     names = [str(name).split(".") for name in inside]
     shared = itertools.takewhile(lambda words: len(set(words)) == 1, zip(*names, strict=False))
-    return keep_fp32(setting, ".".join(words[0] for words in shared))
+    return [".".join(words[0] for words in shared)]
 
 
 def _parent(module: str | None) -> str | None:
