@@ -78,7 +78,7 @@ def test_steps_do_not_grow_memory(level):
     end_watch()
     train(model, optimizer, 10)
     tensors, held, blocks = live_tensors(), sizes_of_state(), [sys.getallocatedblocks()]
-    for _ in range(3):
+    for _ in range(6):
         train(model, optimizer, 200)
         assert live_tensors() == tensors
         assert sizes_of_state() == held
