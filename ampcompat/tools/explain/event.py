@@ -75,6 +75,7 @@ class Event:
     made: list[Made] = field(default_factory=list)  # how its inputs were
     beyond: list[Beyond] = field(default_factory=list)  # what the value reaches, and half does not hold either
     reaches_layer: bool = False  # of torch, in the forward
+    last: float = 0.0  # the largest magnitude of the last op of the forward that the value reaches, in float32
     spread: Place | None = None  # where an inf was turned into NaN
     node: str = ""  # in backward, of the autograd graph
     given: str = ""  # for ARGUMENT: which tensor it is, in words

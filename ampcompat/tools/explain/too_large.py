@@ -46,7 +46,8 @@ def in_forward(event: Event, setting: Setting) -> list[str]:
     if event.op == "exp" and event.elements == 1:  # a learned temperature
         return [".clamp(max=4.6) on what goes into exp: a factor of 100 at most, as in CLIP", *bfloat16(setting)]
     ways = forward_in_float32(event, setting)
-    if ways[:1] == bfloat16(setting):  # float32 is needed in many places
+    stays_large = event.op == "exp" and event.last > LARGEST  # and so is its gradient
+    if stays_large or ways[:1] == bfloat16(setting):  # float32 is needed in many places
         ways = [*_smaller_exponent(event), *ways]
     return [*_smaller_constant(event), *_bound(event), *ways]
 

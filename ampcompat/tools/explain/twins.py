@@ -62,6 +62,7 @@ class Twins:
         self._keep(result, wide)
         is_half = any(out.dtype == torch.float16 for out in tensors_in(result))
         gives = max(map(largest, tensors_in(wide)), default=0.0)
+        origin.last = origin.last if is_backward else gives
         if is_half and max(given, gives) > LARGEST and len(origin.beyond) < MOST:
             origin.beyond.append(Beyond(call.name, place, given, gives, is_backward))
 

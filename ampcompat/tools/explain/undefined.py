@@ -93,6 +93,10 @@ _UNDEFINED = (
         " through)",
     ),
     _Cure(
+        lambda event: event.backward and event.place.function == "kl_div",
+        "the gradient of kl_div to a target of 0 is not finite: .detach() the target, or .clamp_min(1e-6) on it",
+    ),
+    _Cure(
         lambda event: event.backward and "norm" in f"{event.node}{event.place.function}".lower(),
         "the gradient of {function} at 0 is not finite: (x.pow(2).sum(dim) + 1e-6).sqrt() in place of it",
     ),

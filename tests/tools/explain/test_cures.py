@@ -330,6 +330,34 @@ def op_and_layer_beyond_float16_at_o2(cure):
     train(model, "O2" if cure is None else cure[1])
 
 
+def divergence_from_a_target_of_zero(cure):
+    """Both sides are the model's, as where it shall be as sure of a changed input."""
+
+    def loss(model):
+        target = torch.softmax(model(X).float() * 1e3, -1)
+        if cure is not None:
+            target = getattr(target, cure[1])()
+        return F.kl_div(F.log_softmax(model(-X).float(), -1), target, reduction="batchmean") * 1e-3
+
+    train(Layers(), "O1", loss)
+
+
+class Box(nn.Module):
+    """Its size is an exponential, and only the loss follows."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.fc, self.most = nn.Linear(8, 4), most
+        nn.init.constant_(self.fc.bias, 18.0)
+
+    def forward(self, x):
+        return torch.exp(self.fc(x).clamp(max=self.most)) * 3.0
+
+
+def size_of_a_box(cure):
+    train(Box(90.0 if cure is None else float(cure[1])), "O2", lambda m: m(X).float().pow(2).mean() * 1e-4)
+
+
 def log_of_softmax_that_is_not_masked(cure):
     """Its forward is -inf where no label is, which costs nothing but the gradient."""
 
@@ -694,6 +722,8 @@ CURES = {
     loop_that_grows: r"bound what goes round in this loop, by torch\.(\w+), .* from \S+ to \S+ in \d+ of them",
     op_and_layer_beyond_float16: r"keep_fp32=\['(cubes)'\]",
     op_and_layer_beyond_float16_at_o2: r"AMPCOMPAT_DTYPE=bfloat16 \(or opt_level='O4'/'(O5)'\)",
+    divergence_from_a_target_of_zero: r"the gradient of kl_div to a target of 0 .*: \.(\w+)\(\) the target",
+    size_of_a_box: r"\.clamp\(max=(\d+)\) on what goes into exp",
     log_of_softmax_that_is_not_masked: r"F\.log_softmax\(x, dim\) in place of log\(softmax\(x\)\)",
     targets_that_are_large: r"the loss in float32: \.float\(\) on what the model returned, before it goes into mul",
     similarities: r"`with amp\.disable_casts\(\):` around it, and \.float\(\) on what the model returned",
