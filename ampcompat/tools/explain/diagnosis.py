@@ -65,7 +65,6 @@ class Diagnosis:
         self.number = 1  # of the step that is on, or to come, among those of all optimizers
         self.lost: list[LostStep] = []  # in the whole run
         self.spoiled = SpoiledWeights()
-        self.last_loss: torch.Tensor | None = None  # that was finite
         self._given = ""  # the key of an input that was not finite, until it is known what made it
 
     def record(self, row: LostStep, is_skipped: bool) -> None:
@@ -137,10 +136,7 @@ class Diagnosis:
     def _growth(self) -> Grown | None:
         """The weight that the last steps of an optimizer made many times larger, if any."""
         found = [steps.weights.history.growth(optimizer) for optimizer, steps in self.steps.items()]
-        most = max((one for one in found if one is not None), key=lambda one: one.times, default=None)
-        if most is not None and self.last_loss is not None:
-            most.loss = float(self.last_loss.mean())
-        return most
+        return max((one for one in found if one is not None), key=lambda one: one.times, default=None)
 
     def _join_too_large(self, fault: Fault) -> None:
         """Make a weight that grew, after gradients were told to be too large at any scale, the same fault as these."""
@@ -170,6 +166,10 @@ class Diagnosis:
         lately = [row for steps in case.steps for row in steps.last if row is not None and row.what == case.what]
         if any(row.was_watched and self.telling.is_told(row.fault) for row in lately):
             return  # every third step is watched: another fault may have come
+        growth = self._growth()
+        if growth is not None and self.telling.is_told(growth.cause):
+            case.lose_to(growth.cause)  # what is held back was seen before
+            return
         latest = self.telling.held[-1] if self.telling.held else None
         if latest is not None and case.step - latest.step <= WINDOW:
             case.lose_to(latest.key)

@@ -90,16 +90,6 @@ class Event:
         return [made for source in self.made for made in source.chain()]
 
     @property
-    def grown_at(self) -> Made | None:
-        """The op in which what the event was given became too large for half; None where it was not."""
-        made = max(self.made, key=lambda one: one.largest, default=None)
-        if made is None or not made.largest > LARGEST:
-            return None
-        while made.source is not None and made.source.largest > LARGEST:
-            made = made.source
-        return made
-
-    @property
     def out_of_range(self) -> bool:
         """Whether float32 is known to hold the result."""
         return self.dtype in HALF_DTYPES and self.value is not None and math.isfinite(self.value)
@@ -118,6 +108,20 @@ class Event:
     def depends_on_scale(self) -> bool:
         """Whether it may be gone at a lower loss scale."""
         return self.backward and not self.is_undefined and not self.is_of_forward
+
+    def grown_at(self, scale: float = 1.0) -> Made | None:
+        """The op in which what the event was given became too large for half; None where it was not.
+
+        Args:
+            scale: the loss scale that the values have in them.
+        """
+        most = LARGEST * scale
+        made = max(self.made, key=lambda one: one.largest, default=None)
+        if made is None or not made.largest > most:
+            return None
+        while made.source is not None and made.source.largest > most:
+            made = made.source
+        return made
 
     @property
     def names_the_argument(self) -> bool:

@@ -17,6 +17,8 @@ STEPS, FAR = 10, 20.0
 #: Below it a weight has a usual size, however small it was before. Two layers multiply four numbers: their weights, and
 #: what goes into each. Where all are as large, a sum over 16 inputs leaves float16: 16 * 8 ** 4 is 65536.
 LARGE = 8.0
+#: Where the loss has become so many times larger, weights that have grown less far have made it so.
+LOSS_FAR, FAR_WITH_LOSS = 100.0, 3.0
 #: Losses that are means of likelihoods or similarities end above it.
 LEAST_LOSS = -10.0
 
@@ -34,13 +36,15 @@ class Grown:
     jump: tuple[float, float] | None  # to that rate in one step, and from which, if it was so
     follows_gradients: bool  # the step is as large as the gradient, as SGD's is: Adam divides by its size
     loss: float = 0.0  # the last that was finite
+    rise: tuple[float, float] | None = None  # of the loss, if it is far larger for the last batches: from what to what
 
     @property
     def text(self) -> str:
         """As in "conv2.weight grew from 0.21 to 350 in 3 steps, at lr=50"."""
         name = self.parameter or "a weight"
         steps = f"{self.steps} step{'s' if self.steps > 1 else ''}"
-        return f"{name} grew from {self.before:.3g} to {self.after:.3g} in {steps}{self._at_lr}"
+        loss = "" if self.rise is None else f", and the loss from {self.rise[0]:.3g} to {self.rise[1]:.3g}"
+        return f"{name} grew from {self.before:.3g} to {self.after:.3g} in {steps}{self._at_lr}{loss}"
 
     @property
     def cause(self) -> str:
@@ -77,27 +81,38 @@ class Grown:
 
 
 class History:
-    """The sizes of the weights of one optimizer, before and after each of its last steps."""
+    """The sizes of the weights of one optimizer, before and after each of its last steps, and the losses with these."""
 
     def __init__(self) -> None:
         self.seen: deque[dict[int, float]] = deque(maxlen=STEPS + 1)  # the largest magnitudes, by the weights' ids
+        self.losses: deque[deque[torch.Tensor]] = deque(maxlen=STEPS + 1)  # that were finite, with these weights
         self.rates: deque[list[float | None]] = deque(maxlen=STEPS)  # of each step, by param group
 
     def begin(self, sizes: dict[int, float]) -> None:
         """Forget what was seen: something other than a step has written the weights."""
         self.seen.clear()
+        self.losses.clear()
         self.rates.clear()
-        self.seen.append(sizes)
+        self._append(sizes)
 
     def add(self, sizes: dict[int, float], optimizer: Optimizer) -> None:
         """Note the weights after a step of ``optimizer``."""
-        self.seen.append(sizes)
+        self._append(sizes)
         self.rates.append([_rate(group) for group in optimizer.param_groups])
+
+    def _append(self, sizes: dict[int, float]) -> None:
+        self.seen.append(sizes)
+        self.losses.append(deque(maxlen=STEPS))
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Note a loss that is finite, computed with the weights as they are. Reads nothing."""
+        self.losses[-1].append(loss.detach())
 
     def growth(self, optimizer: Optimizer) -> Grown | None:
         """The weight of ``optimizer`` that grew most in the last steps; None where none grew far and is large.
 
-        A weight that began at zero, or near it, is compared with the usual one.
+        Where the loss of each batch has grown far with it, a weight need not have. A weight that began at zero, or near
+        it, is compared with the usual one. Host syncs: one for each loss.
         """
         if len(self.seen) < 2:
             return None
@@ -106,14 +121,15 @@ class History:
         for sizes in self.seen:
             after.update({key: size for key, size in sizes.items() if math.isfinite(size)})
         usual = statistics.median([size for size in before.values() if size > 0] or [1.0])
-        most = FAR
+        rise = self._rise()
+        most, large = (FAR, LARGE) if rise is None else (FAR_WITH_LOSS, 0.0)
         found: Grown | None = None
         for index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 then = before.get(id(param), math.inf)
                 now = after.get(id(param), 0.0)
                 times = now / max(then, usual)
-                if times >= most and now >= LARGE:  # not so for a NaN
+                if times >= most and now >= large:  # not so for a NaN
                     most = times
                     rates = self._rates_of(index)
                     found = Grown(
@@ -125,8 +141,23 @@ class History:
                         lr=max(rates, default=None),
                         jump=_jump(rates),
                         follows_gradients="SGD" in optimizer_name(optimizer),
+                        loss=self._last_loss(),
+                        rise=rise,
                     )
         return found
+
+    def _rise(self) -> tuple[float, float] | None:
+        """What the loss was, and what it is for the last batches, if that is far larger."""
+        of_weights = [[abs(_number(loss)) for loss in losses] for losses in self.losses if losses]
+        now = [loss for losses in of_weights[1:] for loss in losses][-2:]
+        if len(now) < 2:  # a single batch may be to blame itself
+            return None
+        before = statistics.median(of_weights[0])
+        return (before, min(now)) if min(now) >= LOSS_FAR * before > 0 else None
+
+    def _last_loss(self) -> float:
+        last = next((losses[-1] for losses in reversed(self.losses) if losses), None)
+        return 0.0 if last is None else _number(last)
 
     def _rates_of(self, group: int) -> list[float]:
         rates = [rates[group] for rates in self.rates if group < len(rates)]
@@ -136,6 +167,10 @@ class History:
 def _jump(rates: list[float]) -> tuple[float, float] | None:
     """The first two rates in a row of which the second is far higher; a warmup begins at 0, and climbs slowly."""
     return next((pair for pair in itertools.pairwise(rates) if pair[1] > FAR * pair[0] > 0), None)
+
+
+def _number(loss: torch.Tensor) -> float:
+    return float(loss.mean())
 
 
 def _rate(group: ParamGroup) -> float | None:

@@ -1,4 +1,4 @@
-"""From what was found to what to do about it, the cheapest cure first. Pure: no tensors."""
+"""From what was found to what to do about it, the likeliest cure first. Pure: no tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OF_GIVEN = {
 
 
 def hints(event: Event, setting: Setting) -> list[str]:
-    """List what to do about ``event``, the cheapest cure first."""
+    """List what to do about ``event``, the likeliest cure first."""
     if event.op in (*GIVEN, ARGUMENT):
         return _of_given(event, setting)
     cures = _of_result(event, setting)

@@ -122,14 +122,22 @@ def put_down(lost: Sequence[LostStep]) -> list[LostStep]:
         nearest = _nearest(row, like.get(row.what, []))
         is_near = abs(nearest.number - row.number) <= NEAR or not row.was_looked_into
         found.append(replace(row, fault=nearest.fault) if row.is_unknown and is_near else row)
-    unknown = [row for row in found if row.is_unknown]
-    return [replace(row, back_off=NORMAL) if row in unknown and _is_single_skip(row, unknown) else row for row in found]
+    unknown = [row.number for row in found if row.is_unknown]
+    return [replace(row, back_off=NORMAL) if _is_single_skip(row, unknown) else row for row in found]
 
 
-def _is_single_skip(row: LostStep, unknown: Sequence[LostStep]) -> bool:
-    """Whether ``row`` is a skip at a loss scale that had worked, and nothing near it is like it: gradients grew."""
-    is_other_near = any(one is not row and abs(one.number - row.number) <= NEAR for one in unknown)
-    return row.what == "gradients" and row.skipped and not is_other_near
+def _is_single_skip(row: LostStep, unknown: Sequence[int]) -> bool:
+    """Whether ``row`` is a skip at a loss scale that had worked, and nothing near it is like it: gradients grew.
+
+    Args:
+        row: a lost step.
+        unknown: the numbers of those whose cause is not known, in order.
+    """
+    if not row.is_unknown or row.what != "gradients" or not row.skipped:
+        return False
+    first = bisect.bisect_left(unknown, row.number - NEAR)
+    after_last = bisect.bisect_right(unknown, row.number + NEAR)
+    return after_last - first == 1
 
 
 def _by_what(lost: Iterable[LostStep]) -> dict[str, list[LostStep]]:

@@ -108,7 +108,8 @@ class OverflowExplainer:
         if all(steps.weights.are_finite for steps in self.steps.values()):
             self.diagnosis.spoiled.forget()
         if not is_lost:
-            self.diagnosis.last_loss = loss.detach()
+            for one in optimizers:
+                self._steps_of(one).weights.history.add_loss(loss)
         elif not self._is_lost(optimizers):
             self._look_into_block(f"The loss of {{}} is {_number_in(loss)}.", "loss", optimizers, block, [loss])
 

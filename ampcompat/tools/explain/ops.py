@@ -10,7 +10,7 @@ import torch
 from ampcompat.tools.core import HALF_DTYPES
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.call import CAST_OPS
-from ampcompat.tools.explain.event import ARGUMENT, GIVEN, Event
+from ampcompat.tools.explain.event import ARGUMENT, GIVEN, Event, Made
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.hints import hints
 from ampcompat.tools.explain.misuse import spoiling_misuse
@@ -18,6 +18,7 @@ from ampcompat.tools.explain.places import Place
 from ampcompat.tools.explain.setting import Setting
 from ampcompat.tools.explain.too_large import CAST_FUNCTIONS, in_digits, wait_for
 from ampcompat.tools.explain.undefined import is_singular, stable_form
+from ampcompat.tools.frames import ScriptLine
 from ampcompat.tools.tensors import LARGEST
 
 #: The key of gradients that are too large: as the scale falls, they are found in one op after the other.
@@ -31,24 +32,27 @@ _CASTS = ("", *CAST_FUNCTIONS, *CAST_OPS)
 def op_fault(event: Event, setting: Setting) -> Fault:
     """Describe what was born not finite. Any rank tells it: no other knows its batch."""
     may_be_of_weights = event.op not in ("input", "buffer", ARGUMENT) and not is_singular(event)
-    is_scaled = event.depends_on_scale and not setting.dynamic and setting.scale > 1
+    is_at_static_scale = event.depends_on_scale and not setting.dynamic and setting.scale > 1
     misuse = spoiling_misuse() if may_be_of_weights else None
     is_of_size = event.op not in (*GIVEN, ARGUMENT) and (stable_form(event) or not is_singular(event))
     if misuse is not None or not is_of_size:  # a misuse makes weights grow itself
         setting = replace(setting, growth=None)
     growth = setting.growth
-    cause = _cause(event)
+    grown = _grown_before(event, setting.scale)
+    cause = _cause(event) if grown is None else _at(grown.place.line, f"the backward of {grown.place.function}")
     key = _key(event)
     if misuse is not None:
         key = cause = misuse.cause
     elif growth is not None and not stable_form(event):
         key = cause = growth.cause
-    elif is_scaled and not _is_too_large_unscaled(event, setting.scale):
+    elif is_at_static_scale and not _is_too_large_unscaled(event, setting.scale):
         cause = f"the loss scale of {in_digits(setting.scale)}, which is too high for {cause}"
     passed = "backward" if event.backward else "forward"
     details = [("pass", passed), ("value" if event.is_nan else "largest", _largest(event))]
     if event.spread is not None and event.spread != event.place:
         details.append(("then", _spread(event.spread)))
+    if grown is not None:
+        details.append(("grown", f"to {grown.largest / setting.scale:.3g} without the loss scale, in {cause}"))
     if event.alike:
         details.append(("also", _alike(event)))
     return Fault(
@@ -93,6 +97,15 @@ def _is_too_large_unscaled(event: Event, scale: float) -> bool:
     return event.value / scale > LARGEST
 
 
+def _grown_before(event: Event, scale: float) -> Made | None:
+    """The op of the backward in which a gradient that is cast to float16 here became too large for it."""
+    if event.op not in CAST_OPS or not _is_too_large_unscaled(event, scale):
+        return None
+    grown = event.grown_at(scale)
+    has_line = grown is not None and grown.backward and grown.place.function and grown.place.line is not None
+    return grown if has_line else None
+
+
 def _cause(event: Event) -> str:
     """Name the fault in a few words, as in "train.py:18 (conv2d in conv2)"."""
     if event.op in GIVEN:
@@ -102,7 +115,10 @@ def _cause(event: Event) -> str:
     else:
         inside = f" in {event.place.module}" if event.place.module else ""
         what = f"{_name(event)}{inside}"
-    line = event.place.line
+    return _at(event.place.line, what)
+
+
+def _at(line: ScriptLine | None, what: str) -> str:
     return what if line is None else f"{line.file}:{line.number} ({what})"
 
 
@@ -187,11 +203,18 @@ def _largest(event: Event) -> str:
     if value is None:
         return "not known: the op does not compute in float32"
     if not math.isfinite(value):
+        name = _name_of(value, event.has_minus_inf)
         is_given = event.op in (*GIVEN, ARGUMENT)
-        name = "NaN" if math.isnan(value) else "-inf" if event.has_minus_inf else "inf"
         return name if is_given else f"{name}, in float32 too with these inputs"
     if event.dtype == torch.float16 and value <= LARGEST:
         return f"{value:.6g} in float32: something on the way left the range of float16"
     if event.dtype == torch.float16:
         return f"{value:.6g} (float16 ends at {LARGEST:g})"
     return f"{value:.6g} ({dtype_name(event.dtype)} ends at {torch.finfo(event.dtype).max:.3g})"
+
+
+def _name_of(magnitude: float, has_minus_inf: bool) -> str:
+    """What torch prints for a number that is not finite."""
+    if math.isnan(magnitude):
+        return "NaN"
+    return "-inf" if has_minus_inf else "inf"

@@ -15,7 +15,7 @@ from ampcompat.tools.explain.in_float32 import (
     lines_in_float32,
 )
 from ampcompat.tools.explain.setting import Setting
-from ampcompat.tools.explain.undefined import MOST_EXPONENT, stable_form
+from ampcompat.tools.explain.undefined import LOGARITHMS, MOST_EXPONENT, stable_form
 from ampcompat.tools.tensors import LARGEST
 
 _MULTIPLICATIONS = ("mul", "mul_", "div", "div_", "add", "add_", "addmm", "baddbmm")
@@ -54,7 +54,7 @@ def in_forward(event: Event, setting: Setting) -> list[str]:
 
 def _smaller_exponent(event: Event) -> list[str]:
     """For what an exponential made too large."""
-    made = event.grown_at
+    made = event.grown_at()
     is_exponential = event.op == "exp" or (made is not None and made.op == "exp")
     reached = event.value if made is None else made.largest
     if not is_exponential or reached is None:
@@ -119,7 +119,7 @@ def in_backward(event: Event, setting: Setting) -> list[str]:
         ways = [smaller, *_gradient_in_float32(event, setting)]
         if _is_all_in_loss(event, setting):
             ways = ways[1:] + ways[:1]
-        return [*_smaller_exponential(event, plain), *_larger_denominator(event), *ways, *bfloat16(setting)]
+        return [*_smaller_exponential(event, plain), *_larger_denominator(event, setting), *ways, *bfloat16(setting)]
     if not setting.dynamic:
         dynamic = "loss_scale='dynamic': it finds the highest that works, and follows the gradients"
         return [dynamic, *_gradient_in_float32(event, setting)]
@@ -168,13 +168,19 @@ def _smaller_exponential(event: Event, plain: float) -> list[str]:
     return []
 
 
-def _larger_denominator(event: Event) -> list[str]:
+def _larger_denominator(event: Event, setting: Setting) -> list[str]:
     """For a gradient that a tensor has divided: mean and the like divide by numbers."""
-    if not any(made.op == "div" and not made.scalars and made.largest > LARGEST for made in event.made):
+    made = event.grown_at(setting.scale)
+    if made is None or made.op != "div" or made.scalars:
         return []
+    line = made.place.line
+    where = "" if line is None else f" in {line.file}:{line.number}"
+    function = made.place.function
+    if function in LOGARITHMS:
+        return [f".clamp_min(1e-2) on what goes into {function}{where}: the gradient is divided by that"]
     return [
-        "bound this denominator where it is made, as by .clamp_min(1e-2), or take F.cosine_similarity: the gradient is"
-        " divided by what is next to 0"
+        f"bound the denominator{where} where it is made, as by .clamp_min(1e-2), or take F.cosine_similarity: the"
+        " gradient is divided by what is next to 0"
     ]
 
 

@@ -11,7 +11,7 @@ from ampcompat.tools.explain.call import CAST_OPS
 from ampcompat.tools.explain.event import DIVISIONS, Event
 from ampcompat.tools.explain.setting import Setting
 
-_LOGARITHMS = ("log", "log_", "log2", "log10", "log1p", "logit")
+LOGARITHMS = ("log", "log_", "log2", "log10", "log1p", "logit")
 _OF_SOFTMAX = "F.log_softmax(x, dim) in place of log(softmax(x)), or F.cross_entropy, which takes logits"
 _OF_SIGMOID = (
     "F.logsigmoid(x) in place of log(sigmoid(x)), F.logsigmoid(-x) in place of log(1 - sigmoid(x)), or"
@@ -46,7 +46,7 @@ def _is_written(event: Event) -> bool:
 
 
 def _is_logarithm(event: Event) -> bool:
-    return event.op in _LOGARITHMS or event.place.function in _LOGARITHMS
+    return event.op in LOGARITHMS or event.place.function in LOGARITHMS
 
 
 def _is_logarithm_of_masked(event: Event) -> bool:
@@ -199,6 +199,8 @@ def undefined(event: Event, setting: Setting) -> list[str]:
         found.append(text)
         if cure.is_sure:
             return found
+        if any(place.line != event.place.line for place in event.alike):
+            found[-1] += "; so in the other lines"
     was_half = event.dtype in HALF_DTYPES or any(made.op in CAST_OPS for made in event.chains)
     if setting.half and was_half and not event.backward and not _is_written(event):
         found.append(

@@ -396,6 +396,17 @@ def similarities(cure):
     train(Layers(), "O1", loss)
 
 
+def gradient_of_a_logarithm_before_the_loss(cure):
+    """The model's softmax is 0 in half, and the logarithm that comes after divides the gradient by its eps."""
+
+    def loss(model):
+        p = model(X).float()
+        log = torch.log(p + 1e-12) if cure is None else torch.log(p.clamp_min(float(cure[1])))
+        return -log.gather(1, Y[:, None]).mean()
+
+    train(Layers(after=lambda y: torch.softmax(y * 30, -1)), "O2", loss)
+
+
 def resolution_in_half(cure):
     """It is computed before the model, from numbers of the batch."""
     height, width = torch.full((16,), 720.0).half(), torch.full((16,), 1280.0).half()
@@ -728,6 +739,7 @@ CURES = {
     similarities: r"`with amp\.disable_casts\(\):` around it, and \.float\(\) on what the model returned",
     resolution_in_half: r"hint +compute it in float32: \.float\(\) on what goes into mul$",
     ratio_to_a_root: r"add an eps under the root, as in / \(\.\.\. \+ (\S+)\)\.sqrt\(\)",
+    gradient_of_a_logarithm_before_the_loss: r"\.clamp_min\((\S+)\) on what goes into log in \S+\.py:\d+: the gradient",
     gradient_of_a_logarithm: r"eps=1e-08 is 0 in float16, .*: use an eps of (\S+) or more",
     probabilities_that_are_masked: r"a mask of -inf makes 0: \.clamp_min\((\S+)\) on what goes into it",
     two_logarithms: r"F\.logsigmoid\(x\) in place of log\(sigmoid\(x\)\), F\.logsigmoid\(-x\) in place of",
