@@ -9,8 +9,10 @@ LARGEST, LEAST = 65504.0, 2.0**-24
 
 
 def readable(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is one whose values can be looked at here."""
-    return tensor.is_floating_point() and tensor.layout == torch.strided and tensor.device.type != "meta"
+    """Whether ``tensor`` is one whose values can be looked at here: torch does not compute with floats of 8 bits."""
+    if not tensor.is_floating_point() or tensor.element_size() == 1:
+        return False
+    return tensor.layout == torch.strided and tensor.device.type != "meta"
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

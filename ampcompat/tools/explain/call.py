@@ -15,7 +15,7 @@ from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.tensors import readable
 
 #: Ops that change the dtype.
-CAST_OPS = ("_to_copy", "copy_", "to")
+CAST_OPS = ("_to_copy", "copy_")
 _COLLECTIVES = ("c10d", "_c10d_functional")
 #: Names of arguments that say more than "self" and "other" do.
 _TELLING = ("weight", "bias", "target", "mask", "attn_mask", "pos_weight", "running_mean", "running_var")

@@ -113,6 +113,8 @@ class Diagnosis:
         fault.head, fault.step = case.head, case.step
         if case.is_fault:
             fault.wait = ""  # overflows persist, so that no lower scale is to be waited for
+        if fault.key == GRADIENTS:
+            fault.key = self._gradients_of(case)
         self._join_too_large(fault)
         case.lose_to(fault.key)
         if event.depends_on_scale:  # so do the skips before, at higher scales
@@ -121,6 +123,8 @@ class Diagnosis:
         is_held_back = event.depends_on_scale and not fault.is_too_large and not case.is_fault
         if is_held_back and not self.telling.is_told(fault.key):
             self.telling.hold(fault)
+            for steps in case.steps:
+                steps.held = fault
             return
         if event.op == "parameter":
             self.spoiled.note(self.number, fault.key)
@@ -146,10 +150,10 @@ class Diagnosis:
             if told.is_too_large:
                 fault.key, fault.cause = told.key, told.cause
 
-    def suppose(self, row: LostStep) -> None:
-        """Put a skip that is not looked into down to the gradients whose explanation is held back, if any."""
-        if self.telling.held:
-            row.fault = self.telling.held[-1].key
+    def _gradients_of(self, case: Case) -> str:
+        """The key of gradients that are too large: as the scale falls, they are found in one op after the other."""
+        number = list(self.steps.values()).index(case.steps[0]) if case.steps else 0
+        return f"{GRADIENTS} of optimizer {number}"
 
     # -- telling -----------------------------------------------------------------------------------------------------
     def _tell(self, fault: Fault) -> None:
@@ -170,14 +174,14 @@ class Diagnosis:
         if growth is not None and self.telling.is_told(growth.cause):
             case.lose_to(growth.cause)  # what is held back was seen before
             return
-        latest = self.telling.held[-1] if self.telling.held else None
-        if latest is not None and case.step - latest.step <= WINDOW:
+        latest = case.steps[0].held
+        if latest is not None and not latest.is_told and case.step - latest.step <= WINDOW:
             case.lose_to(latest.key)
             latest.wait = ""
             latest.note = f"this is what step {latest.step} showed, which was watched"
             latest.head, latest.step = case.head, case.step
             self.telling.tell(latest)
-        elif not self.telling.is_told(GRADIENTS):
+        elif not self.telling.is_told(self._gradients_of(case)):
             watched = self._watch_next(case.block.scaler)
             for row in case.rows:
                 row.was_looked_into = bool(watched)

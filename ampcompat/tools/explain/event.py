@@ -19,7 +19,7 @@ ARGUMENT = "argument"
 #: What another rank has added, and what amp works with and no op has made that was seen: the cause is elsewhere.
 COLLECTIVE, UNSEEN = "collective", "unseen"
 #: What a dispatcher op does to a zero.
-DIVISIONS = ("div", "div_", "reciprocal", "rsqrt", "pow", "true_divide")
+DIVISIONS = ("div", "div_", "reciprocal", "rsqrt", "pow")
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Made:
     hides: bool = False  # what it was given was not finite, and this is, as softmax of a mask
     backward: bool = False
     is_of_model: bool = False  # a module made it, or something that it was made from
+    is_whole: bool = False  # it was made of whole numbers alone, as counts and masks are
 
     def chain(self) -> Iterable[Made]:
         """This one and the cheap ops before it, nearest first."""
@@ -68,7 +69,7 @@ class Event:
     elements: int  # of how many
     scalars: tuple[float, ...] = ()  # the numbers that the op was given, an eps or the fill of a mask among them
     denominators: int = 0  # zeros in its last input
-    is_by_count: bool = False  # the last input holds counts
+    is_of_whole: bool = False  # its last input holds whole numbers alone: a count, or a mask
     is_of_forward: bool = False  # in backward: its inputs are no gradients, so that the loss scale is not in it
     is_by_number_zero: bool = False  # it divides by a number that is 0
     is_of_nothing: bool = False  # one of its inputs has no elements

@@ -35,7 +35,7 @@ class Grown:
     lr: float | None  # the highest of its group in these; None where that is not a number
     jump: tuple[float, float] | None  # to that rate in one step, and from which, if it was so
     follows_gradients: bool  # the step is as large as the gradient, as SGD's is: Adam divides by its size
-    loss: float = 0.0  # the last that was finite
+    loss: float = 0.0  # the last that was finite, if it fell in these steps
     rise: tuple[float, float] | None = None  # of the loss, if it is far larger for the last batches: from what to what
 
     @property
@@ -141,7 +141,7 @@ class History:
                         lr=max(rates, default=None),
                         jump=_jump(rates),
                         follows_gradients="SGD" in optimizer_name(optimizer),
-                        loss=self._last_loss(),
+                        loss=self._fallen_loss(),
                         rise=rise,
                     )
         return found
@@ -155,9 +155,13 @@ class History:
         before = statistics.median(of_weights[0])
         return (before, min(now)) if min(now) >= LOSS_FAR * before > 0 else None
 
-    def _last_loss(self) -> float:
-        last = next((losses[-1] for losses in reversed(self.losses) if losses), None)
-        return 0.0 if last is None else _number(last)
+    def _fallen_loss(self) -> float:
+        """The last loss, if it is below 0, and twice as far as the first; otherwise 0."""
+        known = [losses for losses in self.losses if losses]
+        if not known:
+            return 0.0
+        first, last = _number(known[0][0]), _number(known[-1][-1])
+        return last if last < 2 * min(first, 0.0) else 0.0
 
     def _rates_of(self, group: int) -> list[float]:
         rates = [rates[group] for rates in self.rates if group < len(rates)]

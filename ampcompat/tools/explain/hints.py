@@ -11,8 +11,10 @@ from ampcompat.tools.explain.too_large import SMALLER_INPUTS, do_not_cast, in_ba
 from ampcompat.tools.explain.undefined import stable_form, undefined
 from ampcompat.tools.tensors import LARGEST, LEAST
 
-#: Ops that put a number into a mask.
-_MASKS = ("mul", "mul_", "add", "sub", "rsub", "masked_fill", "masked_fill_", "full", "fill_", "where", "_to_copy")
+#: Ops that write a number where a mask is set, and those that multiply a mask by one.
+_FILLS = ("masked_fill", "masked_fill_", "full", "fill_", "where")
+_PRODUCTS = ("mul", "mul_")
+_OF_MASKS = (*_FILLS, *_PRODUCTS, "add", "sub", "rsub", "_to_copy")
 _OF_GIVEN = {
     "input": "look at what makes it (the data loader, or a state that the batch before has left); skip or clean such"
     " batches",
@@ -85,9 +87,16 @@ def _of_result(event: Event, setting: Setting) -> list[str]:
 
 def _mask(event: Event) -> float | None:
     """The fill of a mask that is beyond float16."""
-    if event.op not in _MASKS or event.backward:
+    if event.op not in _OF_MASKS or event.backward:
         return None
-    numbers = [*event.scalars, *(number for made in event.made for number in made.scalars)]
+    made_by = [(event.op, event.is_of_whole, event.scalars)]
+    made_by += [(made.op, made.is_whole, made.scalars) for made in event.made]
+    numbers = [
+        number
+        for op, is_whole, scalars in made_by
+        for number in scalars
+        if op in _FILLS or (op in _PRODUCTS and is_whole)
+    ]
     return next((number for number in numbers if number < -LARGEST), None)
 
 

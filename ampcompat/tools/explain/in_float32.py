@@ -43,14 +43,16 @@ def forward_in_float32(event: Event, setting: Setting) -> list[str]:
     needed += [one.place for one in reached if _leaves_range(one) or _is_cast_to_half(one, setting)]
     own = [place for place in needed if not place.is_of_torch]
     names = _modules_around(needed, reached, setting)
-    modules = keep_fp32(setting, *names)
+    patterns = _patterns(names)
+    modules = keep_fp32(setting, *patterns)
     if len(own) == len(needed):
         lines = lines_in_float32(event, setting, own)
         is_one_line = all(place.line == event.place.line for place in event.alike)
         if is_one_line and not setting.casts_weights:
             return [*lines, *modules, *bfloat16(setting)]
         return [*modules, *lines, *bfloat16(setting)]  # the lines around it are likely to be next
-    are_few = len(names) <= _MANY and not any(name and name.endswith("*") for name in names)
+    are_whole_lists = any(name and name.endswith("*") for name in patterns)
+    are_few = len(names) <= _MANY and not are_whole_lists
     return [*modules, *bfloat16(setting)] if are_few else [*bfloat16(setting), *modules]
 
 
@@ -131,21 +133,27 @@ def _parent(module: str | None) -> str | None:
 
 
 def _listed(modules: Iterable[str | None]) -> list[str | None]:
-    """``modules`` without those inside of another; as "blocks.*" where several are in one list of layers."""
+    """``modules`` without those inside of another."""
     names = list(dict.fromkeys(modules))
-    names = [name for name in names if not any(_is_inside(name, other) for other in names)]
-    lists = [_list_of(name) for name in names]
-    return list(
-        dict.fromkeys(f"{of}.*" if of and lists.count(of) > 1 else name for name, of in zip(names, lists, strict=True))
-    )
+    return [name for name in names if not any(_is_inside(name, other) for other in names)]
 
 
 def _is_inside(name: str | None, other: str | None) -> bool:
     return bool(name and other) and str(name).startswith(f"{other}.")
 
 
-def _list_of(name: str | None) -> str:
-    """The name of the list of layers that a module is in, as "blocks" for "blocks.18.fc1"; "" where it is in none."""
+def _patterns(names: Sequence[str | None]) -> list[str | None]:
+    """The same, as "blocks.*.fc1" where several layers of one list have it."""
+    patterns = [_of_any_layer(name) for name in names]
+    return list(
+        dict.fromkeys(
+            name if patterns.count(pattern) == 1 else pattern for name, pattern in zip(names, patterns, strict=True)
+        )
+    )
+
+
+def _of_any_layer(name: str | None) -> str | None:
+    """As "blocks.*.fc1" for "blocks.18.fc1"; a name that begins with its number is left alone."""
     words = (name or "").split(".")
-    numbers = [place for place, word in enumerate(words) if word.isdecimal()]
-    return ".".join(words[: numbers[0]]) if numbers else ""
+    number = next((place for place, word in enumerate(words) if word.isdecimal()), 0)
+    return ".".join([*words[:number], "*", *words[number + 1 :]]) if number else name

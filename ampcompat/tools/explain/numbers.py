@@ -12,8 +12,9 @@ from ampcompat.tools.core import HALF_DTYPES, LEVELS, Optimizer, ParamGroup, opt
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.fault import Fault
 
-#: Read by schedulers, or compared in Python: no tensor meets them.
-_NEVER_IN_HALF = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
+#: What optimizers add to tensors, or multiply them by; others are read by schedulers, or compared in Python.
+_IN_HALF = ("lr", "eps", "weight_decay", "momentum", "dampening", "alpha", "rho", "lambd", "beta", "beta1", "beta2")
+_IN_HALF_BY_INDEX = ("betas",)
 #: What decoupled weight decay multiplies a weight by.
 _DECAY = "1 - lr * weight_decay"
 _WITH_MASTERS = next(name for name, row in LEVELS.items() if row.master_weights)
@@ -98,11 +99,10 @@ def not_representable(optimizer: Optimizer) -> list[Number]:
 
 def _numbers(group: ParamGroup, optimizer: str) -> Iterator[tuple[str, float]]:
     for name, value in group.items():
-        if name in _NEVER_IN_HALF or name.startswith("tolerance") or (name == "lr" and "initial_lr" in group):
-            continue
-        if isinstance(value, float):
+        is_scheduled = name == "lr" and "initial_lr" in group
+        if name in _IN_HALF and not is_scheduled and isinstance(value, float):
             yield name, value
-        elif isinstance(value, (tuple, list)):
+        elif name in _IN_HALF_BY_INDEX and isinstance(value, (tuple, list)):
             yield from ((f"{name}[{i}]", one) for i, one in enumerate(value) if isinstance(one, float))
     rate, decay = group.get("lr"), group.get("weight_decay")
     decoupled = "AdamW" in optimizer or group.get("decoupled_weight_decay")

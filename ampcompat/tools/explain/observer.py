@@ -185,7 +185,10 @@ class OverflowExplainer:
         persists = overflows_persist(steps.last, scale)
         why = ": a gradient is not finite."
         if persists:
-            why = f", as {skipped_of(steps.last)}: gradients overflow although the scale {of_loss}is {scale:g}."
+            overflowed_at = steps.last_blocks.get(scaler, block).scale
+            why = (
+                f", as {skipped_of(steps.last)}: gradients overflow although the scale {of_loss}was {overflowed_at:g}."
+            )
             deny_fall(steps.last)
         block = steps.last_blocks.get(scaler, block)
         grads = lost_gradients([optimizer])
@@ -203,7 +206,8 @@ class OverflowExplainer:
             self.watch.arm()  # what makes such gradients once, and at a scale that had worked, is likely to do so again
         else:
             row.back_off = FALLING
-            self.diagnosis.suppose(row)
+            if steps.held is not None and not steps.held.is_told:
+                row.fault = steps.held.key
         if steps.skips % SKIPS_TO_A_WATCH == 0:
             self.watch.arm(1)
 
@@ -230,8 +234,8 @@ class OverflowExplainer:
 
     def _tell_of_numbers(self, optimizer: Optimizer, step: int, told: Sequence[str]) -> None:
         """Tell of those that the parameters' dtype does not hold: they may cost nothing, and are not counted."""
-        for number in not_representable(optimizer):
-            fault = number.fault
+        faults = {number.text: number.fault for number in not_representable(optimizer)}  # one for all groups
+        for fault in faults.values():
             if fault.key not in told:
                 fault.step = step
                 fault.message().emit(self.telling.json)
@@ -269,6 +273,8 @@ class OverflowExplainer:
         steps = self.diagnosis.number - 1
         if steps == 0 and not self.blocks_begun:
             return []
+        if steps == 0 and self.telling.told:
+            return []  # explain itself has ended the script
         if steps == 0:
             blocks = f"{self.blocks_begun} scale_loss block{'s were' if self.blocks_begun > 1 else ' was'}"
             return [Message("verdict", f"no step was made: {blocks} followed by no optimizer.step().")]

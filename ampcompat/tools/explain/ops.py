@@ -21,7 +21,7 @@ from ampcompat.tools.explain.undefined import is_singular, stable_form
 from ampcompat.tools.frames import ScriptLine
 from ampcompat.tools.tensors import LARGEST
 
-#: The key of gradients that are too large: as the scale falls, they are found in one op after the other.
+#: The key of gradients that are too large, of any optimizer.
 GRADIENTS = "gradients"
 #: Lines that are listed where the same happened.
 SHOWN_LINES = 3

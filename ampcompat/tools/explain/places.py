@@ -30,16 +30,12 @@ class Place(NamedTuple):
     function: str  # the torch function or tensor method that was called, as in "softmax"
     line: ScriptLine | None  # the script's; None where nothing but torch's own code ran below the model
     model: str = ""  # class name of the model that the module is a part of; "" where amp was given none
+    is_of_torch: bool = False  # whether torch has the module
 
     @property
     def is_outside(self) -> bool:
         """Whether it is in no model that amp was given, as a loss is."""
         return not self.model
-
-    @property
-    def is_of_torch(self) -> bool:
-        """Whether it is in a module that torch has."""
-        return hasattr(torch.nn, self.kind or " ")
 
 
 NOWHERE = Place(None, "", "", None)
@@ -132,7 +128,9 @@ class Places(TorchFunctionMode):
             if module is None:
                 return NOWHERE._replace(function=self.function, line=line)
             name, model = self._names.get(id(module), ("", ""))
-            return Place(name, type(module).__name__, self.function, line, model)
+            kind = type(module)
+            is_of_torch = kind.__module__.startswith("torch.")
+            return Place(name, kind.__name__, self.function, line, model, is_of_torch)
         place: Place = node.metadata.get(_KEY) or NOWHERE
         function = place.function or node.name().removesuffix("Backward0").lower()
         # The backward of a Function of the script's, or a hook.

@@ -29,6 +29,13 @@ from ampcompat.tools.tensors import count_not_finite, covers_storage, is_finite,
 #: Ops that leave a value about as large as it was, and ops that take a part of it: what came before is kept with these.
 _ALIKE = ("_to_copy", "copy_", "clone", "detach", "sqrt", "add", "rsub", "clamp", "clamp_min", "maximum")
 _PARTS = ("view", "expand", "unsqueeze", "squeeze", "transpose", "permute", "select", "slice", "index", "gather")
+#: Ops that give whole numbers if they are given these, as a mask of inputs is 0 and 1, and its sum a count.
+_WHOLE = (
+    *(*_PARTS, "_to_copy", "copy_", "clone", "detach", "sum", "mul", "add", "sub", "rsub", "clamp", "clamp_min"),
+    *("lift_fresh", "maximum", "fill_", "zero_", "masked_fill", "masked_fill_", "triu", "tril"),
+)
+#: And those that make them of nothing.
+_MAKE_WHOLE = ("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "arange")
 #: Rows that are written out.
 SHOWN_ROWS = 8
 
@@ -176,7 +183,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.twins.begin(call, result) if out.dtype in HALF_DTYPES else made.largest,
             scalars=made.scalars,
             denominators=0 if last is out else int((last == 0).sum()),
-            is_by_count=bool((last == last.round()).all()) and (last.numel() == 1 or bool((last >= 1).any())),
+            is_of_whole=last is not out and self._is_whole(last),
             is_of_forward=node is not None and not any(source.backward for source in sources),
             is_by_number_zero="div" in call.name and 0.0 in call.numbers,
             is_of_nothing=any(t.numel() == 0 for t in call.inputs),
@@ -249,7 +256,17 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             hides=math.isfinite(size) and any(map(self._is_known_not_finite, call.inputs)),
             backward=is_backward,
             is_of_model=not place.is_outside or any(source.is_of_model for source in sources),
+            is_whole=call.name in _MAKE_WHOLE or (call.name in _WHOLE and all(map(self._is_whole, call.inputs))),
         )
+
+    def _is_whole(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` was made of whole numbers alone, or came from outside with these alone."""
+        if not tensor.is_floating_point():
+            return True
+        made = self.made.get(storage(tensor))
+        if made is not None:
+            return made.is_whole
+        return readable(tensor) and bool((tensor == tensor.round()).all())
 
     def _is_known_not_finite(self, tensor: torch.Tensor) -> bool:
         return storage(tensor) in self.origins and not is_finite(tensor)

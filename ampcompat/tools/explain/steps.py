@@ -11,6 +11,7 @@ from ampcompat.tools.explain.lost import WINDOW, LostStep, end_fall
 from ampcompat.tools.explain.underflow import Underflow, underflow
 from ampcompat.tools.explain.weights import Weights, gradients_of
 from ampcompat.tools.explain.written import first_written
+from ampcompat.tools.tensors import largest
 
 
 class BlockScale:
@@ -35,6 +36,7 @@ class Steps:
         self.made = 0  # the number of the last that was not skipped
         self.lost: LostStep | None = None  # the step to come, if that is known to be lost
         self.last: deque[LostStep | None] = deque(maxlen=WINDOW)  # None for a step that was not lost
+        self.held: Fault | None = None  # the explanation of gradients that may be gone at a lower loss scale
         self.block: BlockScale | None = None  # the last
         self.last_blocks: dict[LossScaler, BlockScale] = {}  # since the step before
         self.weights = Weights(optimizer)
@@ -48,8 +50,8 @@ class Steps:
             self._has_stepped = False
             self.last_blocks = {}
         self.block = self.last_blocks[block.scaler] = block
-        if self.lost is not None and not gradients_of(optimizer):
-            self.lost = None  # the script has dropped that batch
+        if self.lost is not None and not any(map(largest, gradients_of(optimizer))):
+            self.lost = None  # the script has dropped that batch, and cleared its gradients
         self.weights.look_at_written(optimizer)
 
     def end(self, skipped: bool) -> None:

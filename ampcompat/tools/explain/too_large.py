@@ -43,7 +43,8 @@ def in_forward(event: Event, setting: Setting) -> list[str]:
         return [early, *bfloat16(setting)]
     if event.op == "_to_copy" and not event.made:
         return [SMALLER_INPUTS, *forward_in_float32(event, setting)]
-    if event.op == "exp" and event.elements == 1:  # a learned temperature
+    is_of_parameter = all(made.source is None for made in event.made)
+    if event.op == "exp" and event.elements == 1 and is_of_parameter:  # a learned temperature
         return [".clamp(max=4.6) on what goes into exp: a factor of 100 at most, as in CLIP", *bfloat16(setting)]
     ways = forward_in_float32(event, setting)
     stays_large = event.op == "exp" and event.last > LARGEST  # and so is its gradient
@@ -160,7 +161,7 @@ def _is_all_in_loss(event: Event, setting: Setting) -> bool:
 def _smaller_exponential(event: Event, plain: float) -> list[str]:
     """For a gradient that is multiplied by what an exponential gave."""
     for made in event.chains:
-        if made.op == "exp" and made.largest > _LARGE_FACTOR:
+        if made.op == "exp" and _LARGE_FACTOR < made.largest < math.inf:
             exponent = math.log(made.largest)
             most = math.floor(exponent - math.log(_SPARE * plain / LARGEST))
             reaches = f"where it reaches {exponent:.3g}: the gradient is multiplied by the result"

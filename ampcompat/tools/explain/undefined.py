@@ -193,7 +193,7 @@ def undefined(event: Event, setting: Setting) -> list[str]:
             inside=".clamp_min(1.001)" if event.node.startswith("Acosh") else ".clamp(-0.999, 0.999)",
             zeros=f" ({count} zero{'s' if count > 1 else ''})" if count else "",
             eps=eps,
-            least="1" if event.is_by_count else eps,
+            least="1" if event.is_of_whole else eps,
             exponent=_MOST_EXPONENT_IN_LOSS if event.place.is_outside else MOST_EXPONENT,
         )
         found.append(text)

@@ -23,7 +23,9 @@ class Account:
     underflow: Underflow | None  # of the latest step, if its gradients were too small
 
     def __post_init__(self) -> None:
-        self.lost = [row if isinstance(row, LostStep) else LostStep(**row) for row in self.lost]  # JSON has dicts
+        # JSON has dicts, and lists.
+        self.lost = [row if isinstance(row, LostStep) else LostStep(**row) for row in self.lost]
+        self.underflow = None if self.underflow is None else Underflow(*self.underflow)
 
 
 @dataclass
@@ -62,6 +64,8 @@ class Verdict:
         self.skipped = {row.number for row in lost if row.skipped}
         self.not_finite = {row.number for row in lost if not row.skipped}
         self._lost = self.skipped | self.not_finite
+        self._unknown = {row.number for row in lost if row.is_unknown}
+        self._unseen = {row.number for row in lost if not row.was_looked_into}
         self.causes = causes_of(accounts)
         is_anything_told = bool(self.causes) or any(account.has_told_unknown for account in accounts)
         self._is_ordinary = is_ordinary(lost, self._own.steps, is_anything_told)
@@ -119,7 +123,7 @@ class Verdict:
             if count:
                 subject = f"that of {count}" if parts else f"the cause{self._of_these(count)}"
                 parts.append(f"{subject} is {self._name(cause)}")
-        unknown = rest & {row.number for row in own.lost if row.is_unknown}
+        unknown = rest & self._unknown
         if unknown:
             is_since = own.weights_lost_at and not self.causes
             since = ""
@@ -131,7 +135,7 @@ class Verdict:
         if ordinary:
             way = self._way_of_scale(ordinary)
             parts.append(f"{len(ordinary)} {_were(len(ordinary))} lost while the loss scale {way}, which is normal")
-        unseen = sum(not row.was_looked_into for row in own.lost)
+        unseen = len(self._unseen)
         if unseen:
             parts.append(f"{unseen} of these {_were(unseen)} not looked into")
         return parts

@@ -91,7 +91,7 @@ def _largest_of_each(tensors: list[torch.Tensor]) -> list[float]:
 
 
 def _versions(optimizer: Optimizer) -> list[int]:
-    """Numbers that change when anything writes a weight that ``optimizer`` steps. Runs no op."""
+    """Numbers that change with writes to the weights of ``optimizer``, but for those to ``p.data``. Runs no op."""
     masters = [(param, master_of(param)) for group in optimizer.param_groups for param in group["params"]]
     return [param._version + (0 if master is None else master.half._version) for param, master in masters]
 

@@ -512,7 +512,7 @@ def test_a_learning_rate_that_jumps_is_the_schedulers(capsys):
 def test_the_highest_learning_rate_of_these_steps_is_named(capsys):
     diverge("O0", 40, decay=0.9)
     entry = fields(capsys.readouterr().err)[0]
-    assert entry["growth"].endswith("at lr=40")
+    assert ", at lr=40, and the loss from " in entry["growth"]
 
 
 def test_the_growth_of_weights_as_json(capsys):
