@@ -33,7 +33,7 @@ class Made:
     before: Made | None  # what an op that leaves it alike, or takes a part of it, was given
     source: Made | None = None  # the largest that the op was given
     hides: bool = False  # what it was given was not finite, and this is, as softmax of a mask
-    backward: bool = False
+    is_gradient: bool = False  # or made from one
     is_of_model: bool = False  # a module made it, or something that it was made from
     is_whole: bool = False  # it was made of whole numbers alone, as counts and masks are
 
@@ -82,6 +82,7 @@ class Event:
     given: str = ""  # for ARGUMENT: which tensor it is, in words
     argument: str = ""  # and the name of that argument
     has_minus_inf: bool = False  # for what came from outside
+    far_rows: str = ""  # rows of the batch that are far larger than others, and are the ones that are not finite
     alike: list[Place] = field(default_factory=list)  # where else the same happened in the same step
     rows: str = ""  # for what came from outside: which are not finite, as in ", in row 3"
 

@@ -28,6 +28,8 @@ def hints(event: Event, setting: Setting) -> list[str]:
     if event.op in (*GIVEN, ARGUMENT):
         return _of_given(event, setting)
     cures = _of_result(event, setting)
+    if event.far_rows:
+        cures = [f"look at the data: {event.far_rows}", *cures]
     if setting.growth is None:
         return cures
     return [*cures, setting.growth.hint] if stable_form(event) else [setting.growth.hint, *cures]
@@ -53,10 +55,16 @@ def _of_given(event: Event, setting: Setting) -> list[str]:
 
 
 def _of_half_buffer(event: Event, setting: Setting) -> list[str]:
-    """For a buffer with inf: the fill of a mask that the cast lost, or a sum that has left the range since."""
+    """For a buffer with inf: what the cast lost, as the fill of a mask, or a sum that has left the range since."""
+    cast = f"amp.initialize cast it to {dtype_name(event.dtype)}"
     if event.has_minus_inf:
-        dtype = dtype_name(event.dtype)
-        return [f"write -1e4 in place of its least number: amp.initialize cast it to {dtype}, where that is -inf"]
+        return [f"write -1e4 in place of its least number: {cast}, where that is -inf"]
+    if setting.origin:  # it was so when amp.initialize returned
+        name = f"model.{event.place.module}"
+        return [
+            f".clamp(max=6e4) where it is made: {cast}, which ends at {LARGEST:g}",
+            f"put it back in float32 after amp.initialize: {name} = {name}.float() from the numbers that it had",
+        ]
     return [*keep_fp32(setting, _module_of(event)), "a mean in place of a sum"]
 
 

@@ -32,6 +32,7 @@ from ampcompat.tools.explain.lost import (
     FALLING,
     NORMAL,
     SKIPS_TO_A_WATCH,
+    WINDOW,
     LostStep,
     deny_fall,
     is_mostly_skipped,
@@ -75,6 +76,8 @@ class OverflowExplainer:
         self.steps: weakref.WeakKeyDictionary[Optimizer, Steps] = weakref.WeakKeyDictionary()
         self.diagnosis = Diagnosis(self.watch, self.forwards, self.telling, self.steps)
         self.blocks_begun = 0
+        self._blocks_at_step = 0  # how many had begun at the last step
+        self._most_blocks = 1  # from one step to the next
         self.underflow: Underflow | None = None  # of the latest step, if its gradients were too small
         self.open_block: BlockScale | None = None
 
@@ -143,6 +146,8 @@ class OverflowExplainer:
         One host sync, and another where only the device knows whether it skipped.
         """
         self.ranks.look()
+        self._most_blocks = max(self._most_blocks, self.blocks_begun - self._blocks_at_step)
+        self._blocks_at_step = self.blocks_begun
         steps = self._steps_of(optimizer)
         is_skipped = was_skipped(optimizer, skipped)
         is_known = steps.lost is not None
@@ -293,9 +298,16 @@ class OverflowExplainer:
             weights_lost_at=self.diagnosis.spoiled.since,
             warned=warned(),
             underflow=self.underflow,
+            blocks_since_step=self._blocks_since_step(),
+            lost_buffers=self.diagnosis.spoiled.buffers_lost_since(),
         )
         verdict = Verdict(self.ranks.gather(own), self.ranks.count)
         return [*messages, Message("verdict", str(verdict), content=verdict.as_dict())]
+
+    def _blocks_since_step(self) -> int:
+        """The blocks after the last step, if they are far more than a step usually takes; otherwise 0."""
+        since = self.blocks_begun - self._blocks_at_step
+        return since if since > max(WINDOW, 2 * self._most_blocks) else 0
 
 
 def _number_in(loss: torch.Tensor) -> str:

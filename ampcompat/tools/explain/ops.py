@@ -102,7 +102,7 @@ def _grown_before(event: Event, scale: float) -> Made | None:
     if event.op not in CAST_OPS or not _is_too_large_unscaled(event, scale):
         return None
     grown = event.grown_at(scale)
-    has_line = grown is not None and grown.backward and grown.place.function and grown.place.line is not None
+    has_line = grown is not None and grown.is_gradient and grown.place.function and grown.place.line is not None
     return grown if has_line else None
 
 

@@ -36,6 +36,10 @@ _WHOLE = (
 )
 #: And those that make them of nothing.
 _MAKE_WHOLE = ("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "arange")
+#: Ops that make the gradient that a backward begins with.
+_ROOTS = ("ones_like", "ones")
+#: A row of a batch whose largest value is so many times the usual one is another kind of data.
+_FAR_ROW = 100.0
 #: Rows that are written out.
 SHOWN_ROWS = 8
 
@@ -59,6 +63,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.places = places
         self.events: list[Event] = []  # what was born, in order
         self.came_in: list[Event] = []  # those of them that came into a forward with its input
+        self.inputs: list[tuple[str, torch.Tensor]] = []  # of the last forward of each model
         # By storage: where what is not finite in it was born, what was born there later, and how it was made.
         self.origins: dict[int, Event] = {}
         self.later: dict[int, Later] = {}
@@ -81,6 +86,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note what ``model`` gets and holds that is not finite, and comes from nowhere that was seen."""
         kind = type(model).__name__
         inputs = [(str(number), tensor) for number, tensor in enumerate(tensors_in((args, kwargs)))]
+        self.inputs = inputs
         for op, tensors in (
             ("input", inputs),
             ("parameter", model.named_parameters()),
@@ -112,7 +118,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def received(self, grads: Iterable[torch.Tensor]) -> None:
         """Note gradients that a backward begins with."""
         for grad in grads:
-            self.made[storage(grad)] = Made("gradient", (), NOWHERE, largest(grad), None, backward=True)
+            self.made[storage(grad)] = Made("gradient", (), NOWHERE, largest(grad), None, is_gradient=True)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -184,12 +190,28 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             scalars=made.scalars,
             denominators=0 if last is out else int((last == 0).sum()),
             is_of_whole=last is not out and self._is_whole(last),
-            is_of_forward=node is not None and not any(source.backward for source in sources),
+            is_of_forward=node is not None and not any(source.is_gradient for source in sources),
             is_by_number_zero="div" in call.name and 0.0 in call.numbers,
             is_of_nothing=any(t.numel() == 0 for t in call.inputs),
             made=sources,
             node="" if node is None else node.name(),
+            far_rows=self._far_rows(out) if node is None else "",
         )
+
+    def _far_rows(self, out: torch.Tensor) -> str:
+        """The rows of the batch that ``out`` is not finite in, if they are far larger than others; "" otherwise."""
+        lost = _lost_rows(out)
+        for name, tensor in self.inputs:
+            if not lost or not readable(tensor) or tensor.dim() < 2 or len(tensor) != len(out) or not tensor.numel():
+                continue
+            sizes = tensor.detach().flatten(1).abs().amax(1).float()
+            usual = float(sizes.median())
+            least = float(sizes[lost].min())
+            if usual > 0 and least >= _FAR_ROW * usual:
+                return (
+                    f"{_list_of_rows(lost)} of input {name}, up to {float(sizes.max()):.3g}, the usual one {usual:.3g}"
+                )
+        return ""
 
     def _born(self, tensor: torch.Tensor, op: str, place: Place, value: float | None, **more: Any) -> Event:
         """Note the birth of what is not finite in ``tensor``; ``more`` are further fields of :class:`Event`."""
@@ -243,7 +265,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if call.name == "mul" and is_backward:  # the backward of exp multiplies by its result
             before = next((source for source in sources if source.op == "exp"), None)
         elif call.name == "div" and is_backward:  # and that of a logarithm divides by what it was given
-            before = next((source for source in sources if not source.backward), None)
+            before = next((source for source in sources if not source.is_gradient), None)
         size = largest(out)
         place = self.places.here()
         return Made(
@@ -254,7 +276,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             before=before,
             source=max(sources, key=lambda one: one.largest, default=None),
             hides=math.isfinite(size) and any(map(self._is_known_not_finite, call.inputs)),
-            backward=is_backward,
+            is_gradient=is_backward and any(source.is_gradient or source.op in _ROOTS for source in sources),
             is_of_model=not place.is_outside or any(source.is_of_model for source in sources),
             is_whole=call.name in _MAKE_WHOLE or (call.name in _WHOLE and all(map(self._is_whole, call.inputs))),
         )
@@ -317,11 +339,20 @@ def _but_masks(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def _rows(tensor: torch.Tensor) -> str:
     """Which rows of ``tensor`` are not finite, from 0, as in ", in rows 3, 7 and 2 more"; "" where all are."""
+    rows = _lost_rows(tensor)
+    return f", in {_list_of_rows(rows)}" if rows else ""
+
+
+def _lost_rows(tensor: torch.Tensor) -> list[int]:
+    """The rows of ``tensor`` that are not finite; none where all are."""
     if tensor.dim() < 2 or len(tensor) < 2:
-        return ""
+        return []
     is_lost = ~torch.isfinite(tensor.detach()).flatten(1).all(1)
-    rows = is_lost.nonzero().flatten().tolist()
-    if len(rows) == len(tensor):
-        return ""
+    rows: list[int] = is_lost.nonzero().flatten().tolist()
+    return [] if len(rows) == len(tensor) else rows
+
+
+def _list_of_rows(rows: list[int]) -> str:
+    """As in "rows 3, 7 and 2 more"."""
     more = f" and {len(rows) - SHOWN_ROWS} more" if len(rows) > SHOWN_ROWS else ""
-    return f", in {'rows' if len(rows) > 1 else 'row'} {', '.join(map(str, rows[:SHOWN_ROWS]))}{more}"
+    return f"{'rows' if len(rows) > 1 else 'row'} {', '.join(map(str, rows[:SHOWN_ROWS]))}{more}"

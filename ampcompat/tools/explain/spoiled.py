@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from ampcompat.tools.core import live_models
 from ampcompat.tools.explain.event import Event
 from ampcompat.tools.tensors import is_finite
@@ -23,6 +25,17 @@ class SpoiledWeights:
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 if not is_finite(tensor):
                     self._before.add((type(model).__name__, name))
+
+    def buffers_lost_since(self) -> list[str]:
+        """The buffers that were finite at initialize and are not now, but for masks, as "buffer norm.mean of Net"."""
+        found = []
+        for model in live_models() if self._has_seen_initialize else ():
+            kind = type(model).__name__
+            for name, tensor in model.named_buffers():
+                is_lost = not is_finite(tensor) and (kind, name) not in self._before
+                if is_lost and not bool(tensor.amax() < torch.inf):  # a mask has -inf alone
+                    found.append(f"buffer {name} of {kind}")
+        return found
 
     def note(self, step: int, fault: str) -> None:
         """Note the step that left weights that are not finite, if it is the first, and what it was lost to."""
