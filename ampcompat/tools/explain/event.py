@@ -35,6 +35,7 @@ class Made:
     hides: bool = False  # what it was given was not finite, and this is, as softmax of a mask
     is_gradient: bool = False  # or made from one
     is_of_model: bool = False  # a module made it, or something that it was made from
+    has_underflowed: bool = False  # it is a product of what was not 0, and 0 in half
     is_whole: bool = False  # it was made of whole numbers alone, as counts and masks are
 
     def chain(self) -> Iterable[Made]:
@@ -110,6 +111,17 @@ class Event:
     def depends_on_scale(self) -> bool:
         """Whether it may be gone at a lower loss scale."""
         return self.backward and not self.is_undefined and not self.is_of_forward
+
+    @property
+    def underflowed_at(self) -> Made | None:
+        """The op in which what the event was given became 0 in half, of what was not; None where it was not so."""
+        for made in self.made:
+            one: Made | None = made
+            while one is not None and one.largest == 0:
+                if one.has_underflowed:
+                    return one
+                one = one.source
+        return None
 
     def grown_at(self, scale: float = 1.0) -> Made | None:
         """The op in which what the event was given became too large for half; None where it was not.

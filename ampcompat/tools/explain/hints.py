@@ -28,7 +28,7 @@ def hints(event: Event, setting: Setting) -> list[str]:
     if event.op in (*GIVEN, ARGUMENT):
         return _of_given(event, setting)
     cures = _of_result(event, setting)
-    if event.far_rows:
+    if event.far_rows and event.out_of_range:
         cures = [f"look at the data: {event.far_rows}", *cures]
     if setting.growth is None:
         return cures

@@ -36,6 +36,7 @@ _WHOLE = (
 )
 #: And those that make them of nothing.
 _MAKE_WHOLE = ("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "arange")
+_PRODUCTS = ("mul", "pow")
 #: Ops that make the gradient that a backward begins with.
 _ROOTS = ("ones_like", "ones")
 #: A row of a batch whose largest value is so many times the usual one is another kind of data.
@@ -278,6 +279,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             hides=math.isfinite(size) and any(map(self._is_known_not_finite, call.inputs)),
             is_gradient=is_backward and any(source.is_gradient or source.op in _ROOTS for source in sources),
             is_of_model=not place.is_outside or any(source.is_of_model for source in sources),
+            has_underflowed=size == 0 and _is_product_of_more(call, out, sources),
             is_whole=call.name in _MAKE_WHOLE or (call.name in _WHOLE and all(map(self._is_whole, call.inputs))),
         )
 
@@ -323,6 +325,12 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             argument=call.name_of(unknown),
             rows=_rows(unknown),
         )
+
+
+def _is_product_of_more(call: Call, out: torch.Tensor, sources: list[Made]) -> bool:
+    """Whether ``out`` is a product in float16 of what is not 0."""
+    is_of_zero = 0.0 in call.numbers or any(source.largest == 0 for source in sources)
+    return out.dtype == torch.float16 and call.name in _PRODUCTS and not is_of_zero
 
 
 def _kind(event: Event) -> tuple[object, ...]:

@@ -50,7 +50,10 @@ def in_forward(event: Event, setting: Setting) -> list[str]:
     stays_large = event.op == "exp" and event.last > LARGEST  # and so is its gradient
     if stays_large or ways[:1] == bfloat16(setting):  # float32 is needed in many places
         ways = [*_smaller_exponent(event), *ways]
-    return [*_smaller_constant(event), *_bound(event), *ways]
+    constant = _smaller_constant(event)
+    if event.last > LARGEST or not ways:
+        return [*constant, *_bound(event), *ways]
+    return [*_bound(event), *ways, *constant]  # it is small again, so that float32 is enough
 
 
 def _smaller_exponent(event: Event) -> list[str]:

@@ -100,6 +100,11 @@ _UNDEFINED = (
         lambda event: event.backward and "norm" in f"{event.node}{event.place.function}".lower(),
         "the gradient of {function} at 0 is not finite: (x.pow(2).sum(dim) + 1e-6).sqrt() in place of it",
     ),
+    _Cure(
+        lambda event: _is_root(event) and event.underflowed_at is not None,
+        "the gradient of {function} at 0 is not finite, and {underflowed} has underflowed in float16: .float() on what"
+        " goes into {underflowed}, and .clamp_min(1e-12) on what goes into {function}",
+    ),
     _Cure(_is_root, "the gradient of {function} at 0 is not finite: .clamp_min(1e-6) on what goes into it"),
     _Cure(
         _is_end_of_range,
@@ -185,10 +190,12 @@ def undefined(event: Event, setting: Setting) -> list[str]:
     cure = _cure_of(event)
     if cure is not None and not found:
         count = event.denominators
+        underflowed = event.underflowed_at
         eps = "1e-3" if setting.half == "float16" else "1e-6"  # the gradient is multiplied by its reciprocal
         text = cure.text.format(
             op=event.op,
             function=event.place.function or "this",
+            underflowed="" if underflowed is None else underflowed.place.function or underflowed.op,
             wide=".float()" if event.dtype in HALF_DTYPES else "",
             inside=".clamp_min(1.001)" if event.node.startswith("Acosh") else ".clamp(-0.999, 0.999)",
             zeros=f" ({count} zero{'s' if count > 1 else ''})" if count else "",

@@ -563,6 +563,17 @@ def root_of_zero(cure):
     train(Layers(bias=0.0), "O1", loss)
 
 
+def root_of_squares_that_underflow(cure):
+    """The norm of a gradient, as in a penalty: in half its square is 0."""
+
+    def norm(y):
+        y = y * 1e-5
+        squares = (y if cure is None else y.float()).pow(2).sum(1)
+        return (squares if cure is None else squares.clamp_min(float(cure[1]))).sqrt()
+
+    train(Layers(after=norm), "O2", lambda m: m(X).float().mean() * 1e2)
+
+
 def root_of_a_negative(cure):
     """The transfer curve of sRGB: torch.where takes the other branch, but not the gradient of that alone."""
 
@@ -719,6 +730,7 @@ CURES = {
     target_beyond_one: r"a loss that has a least value: this one fell to -\d\S+, as with targets outside of \[0, 1\]",
     zero_norm: r"add an eps to the denominator, as in / \(\.\.\. \+ (\S+)\)",
     root_of_zero: r"the gradient of sqrt at 0 is not finite: \.clamp_min\((\S+)\) on what goes into it",
+    root_of_squares_that_underflow: r"pow has underflowed in float16: .* and \.clamp_min\((\S+)\) on",
     root_of_a_negative: r"a root of a negative number is NaN: \.clamp_min\((\S+)\) on what goes into it",
     division_by_a_root: r"add an eps under the root, as in / \(\.\.\. \+ (\S+)\)\.sqrt\(\)",
     variance_of_a_damaged_checkpoint: r"running_var of this module is below 0",

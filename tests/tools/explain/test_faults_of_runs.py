@@ -205,13 +205,16 @@ FAULTS = {
             "head": "The loss of step 31 is inf.",
             "what": "is too large for float16, to which linear casts it: 1 of 32 values",
             "largest": "1e+06",
-            "hint": "smaller inputs",
+            "hint": "look at the data: row 2 of input 0, up to 1e+06, the usual one 1",
         },
         r"; the cause of 1 of these is .*\(linear in fc\)\.$|^1 of 40 steps was skipped; the cause is .*linear in fc",
         batch=once(1e6),
     ),
     "an outlier that amp casts itself": Fault(
-        {"what": "a value is too large for float16: 1 of 32 values", "hint": "smaller inputs"},
+        {
+            "what": "a value is too large for float16: 1 of 32 values",
+            "hint": "look at the data: row 2 of input 0, up to 1e+06, the usual one 1",
+        },
         r"^1 of 40 steps was skipped; the cause is .*\(a cast to float16\)\.$",
         level="O2",
         batch=once(1e6),
@@ -235,7 +238,10 @@ FAULTS = {
         level="O2",
     ),
     "a constant that is too large": Fault(
-        {"what": "aten::mul left the range of float16", "hint": "a smaller constant than 1e+06"},
+        {
+            "what": "aten::mul left the range of float16",
+            "hint": "compute the loss in float32: .float() on what the layers returned",
+        },
         r"the cause is .*\(mul\)\.$",
         model=lambda: Scores(sharp=1e6),
         level="O2",
