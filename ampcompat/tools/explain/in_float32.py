@@ -83,7 +83,9 @@ def lines_in_float32(event: Event, setting: Setting, places: Sequence[Place]) ->
     if cast and all(_is_called_by_name(one) for one in cast):
         names = dict.fromkeys(one.function for one in cast)
         calls = [f"amp.register_float_function(torch, '{name}')" for name in names]
-        return [f"{' and '.join(calls)} before amp.initialize"]
+        is_of_these = place in cast or any(made.place.function in names for made in event.chains)
+        first = "" if is_of_these else f".float() on what goes into {place.function or event.op}, and "
+        return [f"{first}{' and '.join(calls)} before amp.initialize"]
     if cast:
         functions = " and ".join(dict.fromkeys(one.function for one in cast))
         return [f"compute it in float32: `with amp.disable_casts():`, and in it .float() on what goes into {functions}"]

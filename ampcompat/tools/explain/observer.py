@@ -282,7 +282,8 @@ class OverflowExplainer:
             return []  # explain itself has ended the script
         if steps == 0:
             blocks = f"{self.blocks_begun} scale_loss block{'s were' if self.blocks_begun > 1 else ' was'}"
-            return [Message("verdict", f"no step was made: {blocks} followed by no optimizer.step().")]
+            old = self._old_gradients()
+            return [Message("verdict", f"no step was made: {blocks} followed by no optimizer.step(){old}.")]
         messages = []
         are_most_skipped = is_mostly_skipped(self.diagnosis.lost, steps)
         if are_most_skipped and self.telling.held and not self.telling.told:
@@ -298,16 +299,24 @@ class OverflowExplainer:
             weights_lost_at=self.diagnosis.spoiled.since,
             warned=warned(),
             underflow=self.underflow,
-            blocks_since_step=self._blocks_since_step(),
+            unstepped=self._unstepped(),
             lost_buffers=self.diagnosis.spoiled.buffers_lost_since(),
         )
         verdict = Verdict(self.ranks.gather(own), self.ranks.count)
         return [*messages, Message("verdict", str(verdict), content=verdict.as_dict())]
 
-    def _blocks_since_step(self) -> int:
-        """The blocks after the last step, if they are far more than a step usually takes; otherwise 0."""
+    def _unstepped(self) -> str:
+        """The blocks after the last step, in words, if they are far more than a step usually takes; otherwise ""."""
         since = self.blocks_begun - self._blocks_at_step
-        return since if since > max(WINDOW, 2 * self._most_blocks) else 0
+        if since <= max(WINDOW, 2 * self._most_blocks):
+            return ""
+        return f"no step was made after the last {since} scale_loss blocks{self._old_gradients()}"
+
+    def _old_gradients(self) -> str:
+        """As a part of a sentence, that no zero_grad() has cleared what is not finite; "" where none is left."""
+        if not lost_gradients(list(self.steps)):
+            return ""
+        return ", and gradients that are not finite were not cleared: call zero_grad() where no step is made too"
 
 
 def _number_in(loss: torch.Tensor) -> str:

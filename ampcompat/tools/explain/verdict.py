@@ -21,7 +21,7 @@ class Account:
     weights_lost_at: int  # the step that left weights that are not finite; 0 where none is known
     warned: list[str]  # mistakes that amp has warned of, in a few words
     underflow: Underflow | None  # of the latest step, if its gradients were too small
-    blocks_since_step: int = 0  # of scale_loss at the end of the run, if far more than a step usually takes
+    unstepped: str = ""  # that no step was made after the last blocks, if these are many
     lost_buffers: list[str] = field(default_factory=list)  # that were finite at amp.initialize, and are not at the end
 
     def __post_init__(self) -> None:
@@ -85,8 +85,8 @@ class Verdict:
         if self._heard < self._ranks:
             of_whom = "this rank" if self._heard == 1 else f"{self._heard} of {self._ranks} ranks"
             said = f"On {of_whom}, {said}"
-        if own.blocks_since_step:
-            said += f"; no step was made after the last {own.blocks_since_step} scale_loss blocks"
+        if own.unstepped:
+            said += f"; {own.unstepped}"
         if own.lost_buffers and (self._is_ordinary or not self._lost):
             said += f"; {' and '.join(own.lost_buffers)} is not finite at the end"
         other = [one for one in own.warned if all(one != cause.text for cause in self.causes)]

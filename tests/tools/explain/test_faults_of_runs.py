@@ -92,6 +92,72 @@ class WrongBackward(torch.autograd.Function):
         return grad / (x - x)
 
 
+class LargePowers(torch.autograd.Function):
+    """As Mish in its first versions."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * torch.tanh(F.softplus(x))
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        powers = torch.exp(x)
+        squares = powers * powers
+        return grad * squares / (1 + squares)
+
+
+class RMSNorm(nn.Module):
+    def forward(self, x):
+        squares = x.pow(2).mean(-1, keepdim=True)
+        return x * (squares / (squares + 1))
+
+
+class NormalizedLayer(Layer):
+    def __init__(self):
+        super().__init__()
+        self.norm = RMSNorm()
+
+    def forward(self, x):
+        return self.norm(self.fc(x))
+
+
+class Residuals(nn.Module):
+    """Two of them, in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Residual(), Residual()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Weighted(Layer):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.tensor([1e5, 1.0]))
+
+    def forward(self, x):
+        weight = self.table[0]
+        return super().forward(x) * (weight / (weight + 1))
+
+
+class Summing(Layer):
+    """Running statistics, as reinforcement learning has them: those of the squares leave float16."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(8))
+
+    def forward(self, x):
+        self.total += (x * 100).pow(2).sum(0)
+        return super().forward(x / (self.total + 1).sqrt())
+
+
 def square(y):
     return y.float().pow(2).mean()
 
@@ -580,6 +646,83 @@ FAULTS = {
         r"^40 of 40 steps were skipped; the cause is parameter fc.weight of Layer, which was not finite\.$",
         model=lambda: Layer(weight=1e5),
         level="O2",
+    ),
+    # -- facts, where names or numbers would be guesses ----------------------------------------------------------------
+    "a division by a spread of 0, which is no count": Fault(
+        {"what": "aten::div gave a result", "hint": ".clamp_min(1e-3) on the denominator"},
+        r"the cause is .*\(div\)\.$",
+        model=lambda: Layer(lambda y: (y.float() + 1) / y.float().std(), weight=0.0),
+        loss=lambda y: y.mean(),
+    ),
+    "a number that is no mask": Fault(
+        {
+            "what": "aten::mul left the range of float16",
+            "hint": "a smaller constant than -100000",
+        },
+        r"the cause is .*\(mul\)\.$",
+        model=lambda: Layer(lambda y: y * -1e5, weight=1.0),
+        level="O2",
+        loss=lambda y: y.float().mean() * 1e-6,
+    ),
+    "an exponential that is no temperature": Fault(
+        {
+            "what": "aten::exp left the range of float16",
+            "hint": ".clamp(max=5) on what goes into exp",
+        },
+        r"the cause is .*\(exp\)\.$",
+        model=lambda: Layer(lambda y: y.mean().exp(), weight=0.4),
+        level="O2",
+        batch=lambda step: torch.full((4, 8), 3.6),
+        loss=lambda y: y.float() * 1e-4,
+    ),
+    "a layer of the script's with the name of one of torch's": Fault(
+        {"where": "norm (RMSNorm), in NormalizedLayer", "hint": "amp.initialize(..., keep_fp32=['norm'])"},
+        r"the cause is .*\(pow in norm\)\.$",
+        model=lambda: NormalizedLayer(),
+        level="O2",
+        batch=lambda step: RAMP * 1e4,
+    ),
+    "the same layer of several blocks": Fault(
+        {"where": "blocks.0.wo (Linear), in Residuals", "hint": "amp.initialize(..., keep_fp32=['blocks.*.wo'])"},
+        r"the cause is .*\(linear in blocks\.0\.wo\)\.$",
+        model=lambda: Residuals(),
+    ),
+    "a high learning rate at a likelihood below 0": Fault(
+        {"hint": "a lower learning rate than 1e+30"},
+        r"the cause is the growth of fc\.\S+, at lr=1e\+30\.$",
+        model=lambda: Layer(lambda y: (y - 1).pow(2).mean() - 200),
+        level="O0",
+        loss=lambda y: y,
+        optimizer=sgd(1e30),
+    ),
+    "powers in a backward, of what is no gradient": Fault(
+        {"pass": "backward", "hint": "compute it in float32: .float() on what goes into LargePowers"},
+        r"^40 of 40 steps were skipped; the cause is .*\(the backward of LargePowers\)\.$",
+        model=lambda: Layer(lambda y: LargePowers.apply(y), weight=1.0),
+        level="O2",
+        batch=lambda step: torch.full((4, 8), 1.2),
+    ),
+    "a table that the cast loses": Fault(
+        {
+            "what": "buffer table was not finite before the forward: 1 of 2 values",
+            "hint": ".clamp(max=6e4) where it is made: amp.initialize cast it to float16",
+        },
+        r"^40 of 40 steps were skipped; the cause is buffer table of Weighted, which was not finite\.$",
+        model=lambda: Weighted(),
+        level="O2",
+    ),
+    "a sum in a buffer that nothing shows": Fault(
+        {},
+        r"^none of 40 steps was skipped; buffer total of Summing is not finite at the end\.$",
+        model=lambda: Summing(),
+        level="O2",
+        count=0,
+    ),
+    "powers, and a product of them that O1 casts": Fault(
+        {"hint": ".float() on what goes into mul, and amp.register_float_function(torch, 'matmul')"},
+        r"the cause is .*\(mul\)\.$",
+        model=lambda: Layer(lambda y: torch.matmul(y * y, torch.full((8, 8), 1e-6)).float(), weight=1.0),
+        batch=lambda step: torch.full((4, 8), 100.0),
     ),
 }
 
