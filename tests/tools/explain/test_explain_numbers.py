@@ -38,6 +38,8 @@ def test_numbers_that_are_held_or_do_not_meet_half():
     assert none(adam(), "O2") == none(adam(), "O1") == none(adam(), "O0") == []
     assert none(lambda p: FusedAdam(p, lr=1e-3)) == []  # it computes in float32
     assert none(lambda p: torch.optim.LBFGS(p)) == []  # its tolerances are compared in Python
+    assert none(lambda p: torch.optim.ASGD(p, weight_decay=0.0, lambd=1e-3)) == []  # t0 is a number of steps
+    assert none(lambda p: torch.optim.Rprop(p)) == []
 
     def warmed_up(params):
         optimizer = torch.optim.SGD(params, lr=1.0)
@@ -56,3 +58,8 @@ def test_lost_hyperparameters_are_reported_once(capsys):
     assert "hint      leave weight_decay out, or pass weight_decay=1e-6 or more" in told
     assert "opt_level='O2'" in told
     assert explainer().telling.left == 3
+
+
+def test_a_number_of_several_groups_is_told_once(capsys):
+    train(lambda p: torch.optim.SGD([{"params": [one]} for one in p], lr=0.1, weight_decay=1e-9), steps=2)
+    assert capsys.readouterr().err.count("weight_decay=1e-09 is 0 in float16") == 1

@@ -1,5 +1,8 @@
 """Which lost steps are a normal back-off of the loss scale; the others are put down to the nearest like them."""
 
+import json
+from dataclasses import asdict
+
 import pytest
 
 from ampcompat.tools.explain.lost import (
@@ -13,6 +16,8 @@ from ampcompat.tools.explain.lost import (
     overflows_persist,
     put_down,
 )
+from ampcompat.tools.explain.underflow import Underflow
+from ampcompat.tools.explain.verdict import Account, Verdict
 
 
 def seen(number, what="loss", fault="log"):
@@ -91,3 +96,33 @@ def test_a_fall_is_normal_if_a_step_is_made_after_it(end, is_unknown):
 )
 def test_the_lost_steps_of_an_ordinary_run(lost, is_anything_told, ordinary):
     assert is_ordinary(lost, 10, is_anything_told) == ordinary
+
+
+def test_what_another_rank_did_not_explain_is_not_called_normal():
+    def account(rank, lost):
+        return Account(
+            rank,
+            steps=40,
+            lost=lost,
+            told={},
+            has_told_unknown=bool(lost),
+            weights_lost_at=0,
+            warned=[],
+            underflow=None,
+        )
+
+    verdict = Verdict([account(0, []), account(1, [LostStep("loss", number=9)])], ranks=2)
+    assert (
+        str(verdict) == "1 of 40 steps had a loss, a gradient or a weight that is not finite; the cause was not found."
+    )
+
+
+def test_an_account_comes_back_from_json():
+    own = Account(1, 40, [LostStep("loss", number=9)], {}, False, 0, [], Underflow(40, 0.5, 1.0, 3))
+    assert Account(**json.loads(json.dumps(asdict(own)))) == own
+
+
+@pytest.mark.parametrize(("number", "back_off"), [(100, NORMAL), (104, "")])
+def test_a_single_skip_is_normal(number, back_off):
+    rows = [LostStep("gradients", number=one, skipped=True) for one in (1, number, 104 + NEAR)]
+    assert put_down(rows)[1].back_off == back_off

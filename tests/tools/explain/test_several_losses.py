@@ -102,3 +102,20 @@ def test_gradients_of_an_earlier_overflow_are_no_overflow_of_a_loss(capsys):
     assert "hint      call optimizer.zero_grad() after a skipped step" in err
     assert "outside" not in err
     assert "the cause of 26 of these is gradients of an earlier overflow that were not cleared" in verdict.head
+
+
+def too_large_1e7(y, step):
+    return (y.float() * 1e7).sum()
+
+
+def too_large_1e8(y, step):
+    return (y.float() * 1e8).sum()
+
+
+def test_each_optimizer_has_gradients_of_its_own(capsys):
+    """Both overflow at any scale, one in each model."""
+    train([too_large_1e7, too_large_1e8], level="O2", optimizers=2)
+    text, _, verdict = told(capsys)
+    assert text.count("a gradient is too large for float16") == 2
+    assert len(verdict.content["causes"]) == 2
+    assert verdict.content["causes"][0]["cause"] != verdict.content["causes"][1]["cause"]

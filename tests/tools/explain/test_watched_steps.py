@@ -650,3 +650,88 @@ def test_scores_that_overflow_under_a_causal_mask_of_minus_inf(level, capsys):
         make_step(optimizer, model(torch.randn(4, 6, 8)).float().pow(2).mean())
     first = explanations(capsys.readouterr().err)[0]
     assert first["what"].startswith("matmul")
+
+
+def test_gradients_that_are_kept_from_each_step_are_told_of(capsys):
+    """As where zero_grad() stands in the branch that steps: the first overflow stays for ever."""
+    model, optimizer = started(nn.Linear(8, 8))
+    for _ in range(30):
+        with amp.scale_loss(model(WORDS).float().sum() * 1e3, optimizer) as scaled:
+            scaled.backward()
+        norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+        if torch.isfinite(norm):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert last_words()[-1].head == (
+        "no step was made: 30 scale_loss blocks were followed by no optimizer.step(), and gradients that are not finite"
+        " were not cleared: call zero_grad() where no step is made too."
+    )
+
+
+def test_a_run_that_stops_to_step_is_told_so(capsys):
+    """As where the script's own average of gradient norms has become infinite."""
+    model, optimizer = started(nn.Linear(8, 8))
+    for step in range(40):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(WORDS).float().mean(), optimizer) as scaled:
+            scaled.backward()
+        if step < 5:
+            optimizer.step()
+    assert last_words()[-1].head == "none of 5 steps was skipped; no step was made after the last 35 scale_loss blocks."
+
+
+def test_a_batch_that_the_script_drops_is_not_counted(capsys):
+    model, optimizer = started(nn.Linear(8, 8))
+    for step in range(6):
+        optimizer.zero_grad(set_to_none=False)
+        loss = model(WORDS).float().mean() * (torch.nan if step == 2 else 1.0)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        if torch.isfinite(loss):
+            optimizer.step()
+    assert last_words()[-1].head.startswith("none of 5 steps was skipped")
+
+
+def test_a_script_that_explain_ends_has_no_verdict_on_its_steps(capsys):
+    torch.manual_seed(0)
+    model, optimizer = initialized(nn.Linear(8, 8), "O1")
+    explain_overflows(limit=1, stop=True)
+    with pytest.raises(SystemExit), amp.scale_loss(model(WORDS * torch.inf).float().mean(), optimizer) as scaled:
+        scaled.backward()
+    assert last_words() == []
+
+
+def test_an_exponential_that_is_clamped_ends_nothing(capsys):
+    """It is infinite before the clamp, and a gradient behind it overflows at a static scale."""
+
+    class Clamped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            return (x * 12).exp().clamp(max=1e4) * self.weight
+
+    model, optimizer = started(Clamped(), "O2", loss_scale=1.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        make_step(optimizer, (model(torch.ones(4, 8)).float() * 20).sum())
+    assert "ampcompat explain" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not hasattr(torch, "float8_e4m3fn"), reason="this torch has no floats of 8 bits")
+def test_floats_of_8_bits_are_not_looked_at(capsys):
+    """Torch has no maximum of them."""
+
+    class Quantized(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y.to(torch.float8_e4m3fn).to(y.dtype) * 1e5
+
+    layer = Quantized(8, 8)
+    layer.register_buffer("quantized", torch.ones(8).to(torch.float8_e4m3fn))
+    model, optimizer = started(layer)
+    for _ in range(8):
+        optimizer.zero_grad()
+        make_step(optimizer, model(WORDS).float().sum() * 1e3)
+    assert last_words()
