@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 
 from ampcompat.tools.core import HALF_DTYPES
+from ampcompat.tools.explain.made import Made
 from ampcompat.tools.explain.places import Place
 from ampcompat.tools.tensors import LARGEST
 
@@ -20,30 +20,6 @@ ARGUMENT = "argument"
 COLLECTIVE, UNSEEN = "collective", "unseen"
 #: What a dispatcher op does to a zero.
 DIVISIONS = ("div", "div_", "reciprocal", "rsqrt", "pow")
-
-
-@dataclass(frozen=True)
-class Made:
-    """How a tensor came about: enough to say why a denominator is zero, or where a large number came from."""
-
-    op: str
-    scalars: tuple[float, ...]
-    place: Place
-    largest: float
-    before: Made | None  # what an op that leaves it alike, or takes a part of it, was given
-    source: Made | None = None  # the largest that the op was given
-    hides: bool = False  # what it was given was not finite, and this is, as softmax of a mask
-    is_gradient: bool = False  # or made from one
-    is_of_model: bool = False  # a module made it, or something that it was made from
-    has_underflowed: bool = False  # it is a product of what was not 0, and 0 in half
-    is_whole: bool = False  # it was made of whole numbers alone, as counts and masks are
-
-    def chain(self) -> Iterable[Made]:
-        """This one and the cheap ops before it, nearest first."""
-        one: Made | None = self
-        while one is not None:
-            yield one
-            one = one.before
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ import torch
 from ampcompat.tools.core import HALF_DTYPES
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.call import CAST_OPS
-from ampcompat.tools.explain.event import ARGUMENT, GIVEN, Event, Made
+from ampcompat.tools.explain.event import ARGUMENT, GIVEN, Event
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.hints import hints
+from ampcompat.tools.explain.made import Made
 from ampcompat.tools.explain.misuse import spoiling_misuse
 from ampcompat.tools.explain.places import Place
 from ampcompat.tools.explain.setting import Setting
@@ -143,7 +144,7 @@ def _what(event: Event) -> str:
     if event.op == ARGUMENT:
         return f"{event.given} was not finite before: {count}"
     dtype = dtype_name(event.dtype)
-    if event.op in ("_to_copy", "copy_") and event.out_of_range:
+    if event.op in CAST_OPS and event.out_of_range:
         return f"{_cast(event)}: {count}"
     if event.out_of_range:
         return f"{_op(event)} left the range of {dtype}: {count}"

@@ -7,7 +7,6 @@ an output or a gradient. So every non-finite tensor carries its origin, the op t
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -20,29 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampcompat import _torch
 from ampcompat.tools.core import HALF_DTYPES, Args, Kwargs, master_of, tensors_in
 from ampcompat.tools.explain.call import CAST_OPS, Call
-from ampcompat.tools.explain.event import ARGUMENT, COLLECTIVE, GIVEN, UNSEEN, Event, Made
-from ampcompat.tools.explain.places import NOWHERE, Place, Places
+from ampcompat.tools.explain.event import ARGUMENT, COLLECTIVE, GIVEN, UNSEEN, Event
+from ampcompat.tools.explain.made import Made, MadeTensors
+from ampcompat.tools.explain.places import Place, Places
+from ampcompat.tools.explain.rows import far_rows, lost_rows
 from ampcompat.tools.explain.twins import Twins
 from ampcompat.tools.frames import is_called_by_amp
 from ampcompat.tools.tensors import count_not_finite, covers_storage, is_finite, largest, readable, storage
-
-#: Ops that leave a value about as large as it was, and ops that take a part of it: what came before is kept with these.
-_ALIKE = ("_to_copy", "copy_", "clone", "detach", "sqrt", "add", "rsub", "clamp", "clamp_min", "maximum")
-_PARTS = ("view", "expand", "unsqueeze", "squeeze", "transpose", "permute", "select", "slice", "index", "gather")
-#: Ops that give whole numbers if they are given these, as a mask of inputs is 0 and 1, and its sum a count.
-_WHOLE = (
-    *(*_PARTS, "_to_copy", "copy_", "clone", "detach", "sum", "mul", "add", "sub", "rsub", "clamp", "clamp_min"),
-    *("lift_fresh", "maximum", "fill_", "zero_", "masked_fill", "masked_fill_", "triu", "tril"),
-)
-#: And those that make them of nothing.
-_MAKE_WHOLE = ("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "arange")
-_PRODUCTS = ("mul", "pow")
-#: Ops that make the gradient that a backward begins with.
-_ROOTS = ("ones_like", "ones")
-#: A row of a batch whose largest value is so many times the usual one is another kind of data.
-_FAR_ROW = 100.0
-#: Rows that are written out.
-SHOWN_ROWS = 8
 
 
 class Later(NamedTuple):
@@ -65,10 +48,10 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events: list[Event] = []  # what was born, in order
         self.came_in: list[Event] = []  # those of them that came into a forward with its input
         self.inputs: list[tuple[str, torch.Tensor]] = []  # of the last forward of each model
-        # By storage: where what is not finite in it was born, what was born there later, and how it was made.
+        # By storage: where what is not finite in it was born, and what was born there later.
         self.origins: dict[int, Event] = {}
         self.later: dict[int, Later] = {}
-        self.made: dict[int, Made] = {}
+        self.made = MadeTensors()
         self.twins = Twins()
         self._reduced: set[int] = set()  # what other ranks write into, some time after the collective was called
         self._is_paused = False
@@ -102,7 +85,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     value = largest(tensor if master is None else master.value)
                     place = Place(name, "", "", None, kind)
                     has_minus_inf = bool((tensor == -torch.inf).any())
-                    self._born(tensor, op, place, value, rows=_rows(tensor), has_minus_inf=has_minus_inf)
+                    self._born(tensor, op, place, value, rows=lost_rows(tensor), has_minus_inf=has_minus_inf)
                 elif op == "input":
                     self.came_in.append(origin)
 
@@ -119,7 +102,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def received(self, grads: Iterable[torch.Tensor]) -> None:
         """Note gradients that a backward begins with."""
         for grad in grads:
-            self.made[storage(grad)] = Made("gradient", (), NOWHERE, largest(grad), None, is_gradient=True)
+            self.made.received(grad)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -158,10 +141,9 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         is_written = any(t is out for t in call.inputs)
         is_view = not is_written and any(storage(t) == storage(out) for t in call.inputs)
-        sources = [self.made[storage(t)] for t in call.inputs if storage(t) in self.made]
-        made = self._made(call, out, sources)
-        if not is_view:
-            self.made[storage(out)] = made
+        sources = self.made.of(call.inputs)
+        is_given_not_finite = any(map(self._is_known_not_finite, call.inputs))
+        made = self.made.note(call, out, self.places.here(), is_view, is_given_not_finite)
         if made.largest < float("inf"):
             if not is_view and covers_storage(out):
                 self.origins.pop(storage(out), None)
@@ -190,29 +172,14 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.twins.begin(call, result) if out.dtype in HALF_DTYPES else made.largest,
             scalars=made.scalars,
             denominators=0 if last is out else int((last == 0).sum()),
-            is_of_whole=last is not out and self._is_whole(last),
+            is_of_whole=last is not out and self.made.is_whole(last),
             is_of_forward=node is not None and not any(source.is_gradient for source in sources),
             is_by_number_zero="div" in call.name and 0.0 in call.numbers,
             is_of_nothing=any(t.numel() == 0 for t in call.inputs),
             made=sources,
             node="" if node is None else node.name(),
-            far_rows=self._far_rows(out) if node is None else "",
+            far_rows=far_rows(out, self.inputs) if node is None else "",
         )
-
-    def _far_rows(self, out: torch.Tensor) -> str:
-        """The rows of the batch that ``out`` is not finite in, if they are far larger than others; "" otherwise."""
-        lost = _lost_rows(out)
-        for name, tensor in self.inputs:
-            if not lost or not readable(tensor) or tensor.dim() < 2 or len(tensor) != len(out) or not tensor.numel():
-                continue
-            sizes = tensor.detach().flatten(1).abs().amax(1).float()
-            usual = float(sizes.median())
-            least = float(sizes[lost].min())
-            if usual > 0 and least >= _FAR_ROW * usual:
-                return (
-                    f"{_list_of_rows(lost)} of input {name}, up to {float(sizes.max()):.3g}, the usual one {usual:.3g}"
-                )
-        return ""
 
     def _born(self, tensor: torch.Tensor, op: str, place: Place, value: float | None, **more: Any) -> Event:
         """Note the birth of what is not finite in ``tensor``; ``more`` are further fields of :class:`Event`."""
@@ -259,39 +226,6 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         event.not_finite = int(is_new.sum())
         return Later(event, was_lost)
 
-    def _made(self, call: Call, out: torch.Tensor, sources: list[Made]) -> Made:
-        scalars = tuple(number for number in call.numbers if number not in (0, 1))
-        is_backward = _torch.current_node() is not None
-        before = sources[0] if sources and call.name in (*_ALIKE, *_PARTS) else None
-        if call.name == "mul" and is_backward:  # the backward of exp multiplies by its result
-            before = next((source for source in sources if source.op == "exp"), None)
-        elif call.name == "div" and is_backward:  # and that of a logarithm divides by what it was given
-            before = next((source for source in sources if not source.is_gradient), None)
-        size = largest(out)
-        place = self.places.here()
-        return Made(
-            op=call.name,
-            scalars=scalars,
-            place=place,
-            largest=size,
-            before=before,
-            source=max(sources, key=lambda one: one.largest, default=None),
-            hides=math.isfinite(size) and any(map(self._is_known_not_finite, call.inputs)),
-            is_gradient=is_backward and any(source.is_gradient or source.op in _ROOTS for source in sources),
-            is_of_model=not place.is_outside or any(source.is_of_model for source in sources),
-            has_underflowed=size == 0 and _is_product_of_more(call, out, sources),
-            is_whole=call.name in _MAKE_WHOLE or (call.name in _WHOLE and all(map(self._is_whole, call.inputs))),
-        )
-
-    def _is_whole(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` was made of whole numbers alone, or came from outside with these alone."""
-        if not tensor.is_floating_point():
-            return True
-        made = self.made.get(storage(tensor))
-        if made is not None:
-            return made.is_whole
-        return readable(tensor) and bool((tensor == tensor.round()).all())
-
     def _is_known_not_finite(self, tensor: torch.Tensor) -> bool:
         return storage(tensor) in self.origins and not is_finite(tensor)
 
@@ -323,14 +257,8 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             largest(unknown),
             given=call.describe(unknown, place.function),
             argument=call.name_of(unknown),
-            rows=_rows(unknown),
+            rows=lost_rows(unknown),
         )
-
-
-def _is_product_of_more(call: Call, out: torch.Tensor, sources: list[Made]) -> bool:
-    """Whether ``out`` is a product in float16 of what is not 0."""
-    is_of_zero = 0.0 in call.numbers or any(source.largest == 0 for source in sources)
-    return out.dtype == torch.float16 and call.name in _PRODUCTS and not is_of_zero
 
 
 def _kind(event: Event) -> tuple[object, ...]:
@@ -343,24 +271,3 @@ def _but_masks(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     if len(bad) < 2:
         return bad
     return [tensor for tensor in bad if not bool(tensor.amax() < torch.inf)] or bad
-
-
-def _rows(tensor: torch.Tensor) -> str:
-    """Which rows of ``tensor`` are not finite, from 0, as in ", in rows 3, 7 and 2 more"; "" where all are."""
-    rows = _lost_rows(tensor)
-    return f", in {_list_of_rows(rows)}" if rows else ""
-
-
-def _lost_rows(tensor: torch.Tensor) -> list[int]:
-    """The rows of ``tensor`` that are not finite; none where all are."""
-    if tensor.dim() < 2 or len(tensor) < 2:
-        return []
-    is_lost = ~torch.isfinite(tensor.detach()).flatten(1).all(1)
-    rows: list[int] = is_lost.nonzero().flatten().tolist()
-    return [] if len(rows) == len(tensor) else rows
-
-
-def _list_of_rows(rows: list[int]) -> str:
-    """As in "rows 3, 7 and 2 more"."""
-    more = f" and {len(rows) - SHOWN_ROWS} more" if len(rows) > SHOWN_ROWS else ""
-    return f"{'rows' if len(rows) > 1 else 'row'} {', '.join(map(str, rows[:SHOWN_ROWS]))}{more}"

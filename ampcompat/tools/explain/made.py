@@ -1,0 +1,121 @@
+"""How tensors came about: the op that made each, and what that was given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ampcompat import _torch
+from ampcompat.tools.explain.call import Call
+from ampcompat.tools.explain.places import NOWHERE, Place
+from ampcompat.tools.tensors import largest, readable, storage
+
+#: Ops that leave a value about as large as it was, and ops that take a part of it: what came before is kept with these.
+_ALIKE = ("_to_copy", "copy_", "clone", "detach", "sqrt", "add", "rsub", "clamp", "clamp_min", "maximum")
+_PARTS = ("view", "expand", "unsqueeze", "squeeze", "transpose", "permute", "select", "slice", "index", "gather")
+#: Ops that give whole numbers if they are given these, as a mask of inputs is 0 and 1, and its sum a count.
+_WHOLE = (
+    *(*_PARTS, "_to_copy", "copy_", "clone", "detach", "sum", "mul", "add", "sub", "rsub", "clamp", "clamp_min"),
+    *("lift_fresh", "maximum", "fill_", "zero_", "masked_fill", "masked_fill_", "triu", "tril"),
+)
+#: And those that make them of nothing.
+_MAKE_WHOLE = ("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "arange")
+_PRODUCTS = ("mul", "pow")
+#: Ops that make the gradient that a backward begins with.
+_ROOTS = ("ones_like", "ones")
+
+
+@dataclass(frozen=True)
+class Made:
+    """How a tensor came about: enough to say why a denominator is zero, or where a large number came from."""
+
+    op: str
+    scalars: tuple[float, ...]
+    place: Place
+    largest: float
+    before: Made | None  # what an op that leaves it alike, or takes a part of it, was given
+    source: Made | None = None  # the largest that the op was given
+    hides: bool = False  # what it was given was not finite, and this is, as softmax of a mask
+    is_gradient: bool = False  # or made from one
+    is_of_model: bool = False  # a module made it, or something that it was made from
+    has_underflowed: bool = False  # it is a product of what was not 0, and 0 in half
+    is_whole: bool = False  # it was made of whole numbers alone, as counts and masks are
+
+    def chain(self) -> Iterable[Made]:
+        """This one and the cheap ops before it, nearest first."""
+        one: Made | None = self
+        while one is not None:
+            yield one
+            one = one.before
+
+
+class MadeTensors:
+    """How the tensors that ops have given came about, by their storages."""
+
+    def __init__(self) -> None:
+        self._of_storages: dict[int, Made] = {}
+
+    def of(self, tensors: Iterable[torch.Tensor]) -> list[Made]:
+        """How those of ``tensors`` came about of which it is known."""
+        keys = map(storage, tensors)
+        return [self._of_storages[key] for key in keys if key in self._of_storages]
+
+    def received(self, grad: torch.Tensor) -> None:
+        """Note a gradient that a backward begins with."""
+        self._of_storages[storage(grad)] = Made("gradient", (), NOWHERE, largest(grad), None, is_gradient=True)
+
+    def note(self, call: Call, out: torch.Tensor, place: Place, is_view: bool, is_given_not_finite: bool) -> Made:
+        """Note how ``out`` came about. Reads the device.
+
+        Args:
+            call: the op that gave it.
+            out: a result.
+            place: where the op ran.
+            is_view: whether it is a view of what the op was given, which stays what it was.
+            is_given_not_finite: whether that was not finite.
+        """
+        sources = self.of(call.inputs)
+        is_backward = _torch.current_node() is not None
+        size = largest(out)
+        made = Made(
+            op=call.name,
+            scalars=tuple(number for number in call.numbers if number not in (0, 1)),
+            place=place,
+            largest=size,
+            before=_before(call, sources, is_backward),
+            source=max(sources, key=lambda one: one.largest, default=None),
+            hides=math.isfinite(size) and is_given_not_finite,
+            is_gradient=is_backward and any(source.is_gradient or source.op in _ROOTS for source in sources),
+            is_of_model=not place.is_outside or any(source.is_of_model for source in sources),
+            has_underflowed=size == 0 and _is_product_of_more(call, out, sources),
+            is_whole=call.name in _MAKE_WHOLE or (call.name in _WHOLE and all(map(self.is_whole, call.inputs))),
+        )
+        if not is_view:
+            self._of_storages[storage(out)] = made
+        return made
+
+    def is_whole(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` was made of whole numbers alone, or came from outside with these alone."""
+        if not tensor.is_floating_point():
+            return True
+        for made in self.of([tensor]):
+            return made.is_whole
+        return readable(tensor) and bool((tensor == tensor.round()).all())
+
+
+def _before(call: Call, sources: list[Made], is_backward: bool) -> Made | None:
+    """Which of ``sources`` says why the result is as large, or as small, as it is."""
+    if call.name == "mul" and is_backward:  # the backward of exp multiplies by its result
+        return next((source for source in sources if source.op == "exp"), None)
+    if call.name == "div" and is_backward:  # and that of a logarithm divides by what it was given
+        return next((source for source in sources if not source.is_gradient), None)
+    return sources[0] if sources and call.name in (*_ALIKE, *_PARTS) else None
+
+
+def _is_product_of_more(call: Call, out: torch.Tensor, sources: list[Made]) -> bool:
+    """Whether ``out`` is a product in float16 of what is not 0."""
+    is_of_zero = 0.0 in call.numbers or any(source.largest == 0 for source in sources)
+    return out.dtype == torch.float16 and call.name in _PRODUCTS and not is_of_zero
