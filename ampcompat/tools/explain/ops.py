@@ -13,8 +13,7 @@ from ampcompat.tools.explain.call import CAST_OPS
 from ampcompat.tools.explain.event import ARGUMENT, GIVEN, Event
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.hints import hints
-from ampcompat.tools.explain.made import Made
-from ampcompat.tools.explain.misuse import spoiling_misuse
+from ampcompat.tools.explain.misuse import Misuse, spoiling_misuse
 from ampcompat.tools.explain.places import Place
 from ampcompat.tools.explain.setting import Setting
 from ampcompat.tools.explain.too_large import CAST_FUNCTIONS, in_digits, wait_for
@@ -32,30 +31,12 @@ _CASTS = ("", *CAST_FUNCTIONS, *CAST_OPS)
 
 def op_fault(event: Event, setting: Setting) -> Fault:
     """Describe what was born not finite. Any rank tells it: no other knows its batch."""
-    may_be_of_weights = event.op not in ("input", "buffer", ARGUMENT) and not is_singular(event)
-    is_at_static_scale = event.depends_on_scale and not setting.dynamic and setting.scale > 1
-    misuse = spoiling_misuse() if may_be_of_weights else None
-    is_of_size = event.op not in (*GIVEN, ARGUMENT) and (stable_form(event) or not is_singular(event))
-    if misuse is not None or not is_of_size:  # a misuse makes weights grow itself
+    misuse = _misuse_behind(event)
+    if misuse is not None or not _may_be_of_size(event):  # a misuse makes weights grow itself
         setting = replace(setting, growth=None)
     growth = setting.growth
-    grown = _grown_before(event, setting.scale)
-    cause = _cause(event) if grown is None else _at(grown.place.line, f"the backward of {grown.place.function}")
-    key = _key(event)
-    if misuse is not None:
-        key = cause = misuse.cause
-    elif growth is not None and not stable_form(event):
-        key = cause = growth.cause
-    elif is_at_static_scale and not _is_too_large_unscaled(event, setting.scale):
-        cause = f"the loss scale of {in_digits(setting.scale)}, which is too high for {cause}"
+    cause, key = _cause_and_key(event, setting, misuse)
     passed = "backward" if event.backward else "forward"
-    details = [("pass", passed), ("value" if event.is_nan else "largest", _largest(event))]
-    if event.spread is not None and event.spread != event.place:
-        details.append(("then", _spread(event.spread)))
-    if grown is not None:
-        details.append(("grown", f"to {grown.largest / setting.scale:.3g} without the loss scale, in {cause}"))
-    if event.alike:
-        details.append(("also", _alike(event)))
     return Fault(
         what=_what(event),
         where=_where(event),
@@ -63,7 +44,7 @@ def op_fault(event: Event, setting: Setting) -> Fault:
         key=key,
         number=event.value,
         line=event.place.line,
-        details=details,
+        details=[("pass", passed), *_details(event, setting.scale)],
         growth=growth,
         wait=wait_for(event, setting) if misuse is None and growth is None else "",
         hints=hints(event, setting) if misuse is None else [misuse.hint],
@@ -78,6 +59,45 @@ def op_fault(event: Event, setting: Setting) -> Fault:
         all_ranks=True,
         is_too_large=growth is None and _is_too_large_unscaled(event, setting.scale),
     )
+
+
+def _misuse_behind(event: Event) -> Misuse | None:
+    """The mistake of the script that explains ``event`` better, if amp has warned of one."""
+    may_be_of_weights = event.op not in ("input", "buffer", ARGUMENT) and not is_singular(event)
+    return spoiling_misuse() if may_be_of_weights else None
+
+
+def _may_be_of_size(event: Event) -> bool:
+    """Whether weights that have grown may be why."""
+    return event.op not in (*GIVEN, ARGUMENT) and bool(stable_form(event) or not is_singular(event))
+
+
+def _cause_and_key(event: Event, setting: Setting, misuse: Misuse | None) -> tuple[str, str]:
+    """The fault in a few words, and what it has in common with others that are the same."""
+    if misuse is not None:
+        return misuse.cause, misuse.cause
+    if setting.growth is not None and not stable_form(event):
+        return setting.growth.cause, setting.growth.cause
+    is_too_large = _is_too_large_unscaled(event, setting.scale)
+    is_at_static_scale = event.depends_on_scale and not setting.dynamic and setting.scale > 1
+    if is_at_static_scale and not is_too_large:
+        scale = in_digits(setting.scale)
+        return f"the loss scale of {scale}, which is too high for {_cause(event)}", _key(event)
+    return _grown(event, setting.scale) or _cause(event), _key(event)
+
+
+def _details(event: Event, scale: float) -> list[tuple[str, str]]:
+    """Labels and texts of what else is told."""
+    details = [("value" if event.is_nan else "largest", _largest(event))]
+    if event.spread is not None and event.spread != event.place:
+        details.append(("then", _spread(event.spread)))
+    made = event.grown_at(scale)
+    grown = _grown(event, scale)
+    if grown and made is not None:
+        details.append(("grown", f"to {made.largest / scale:.3g} without the loss scale, in {grown}"))
+    if event.alike:
+        details.append(("also", _alike(event)))
+    return details
 
 
 def _key(event: Event) -> str:
@@ -98,13 +118,13 @@ def _is_too_large_unscaled(event: Event, scale: float) -> bool:
     return event.value / scale > LARGEST
 
 
-def _grown_before(event: Event, scale: float) -> Made | None:
-    """The op of the backward in which a gradient that is cast to float16 here became too large for it."""
-    if event.op not in CAST_OPS or not _is_too_large_unscaled(event, scale):
-        return None
-    grown = event.grown_at(scale)
-    has_line = grown is not None and grown.is_gradient and grown.place.function and grown.place.line is not None
-    return grown if has_line else None
+def _grown(event: Event, scale: float) -> str:
+    """Where a gradient that is cast to float16 became too large for it, as in "train.py:18 (the backward of log)"."""
+    made = event.grown_at(scale)
+    if made is None or event.op not in CAST_OPS or not _is_too_large_unscaled(event, scale):
+        return ""
+    is_known = made.is_gradient and made.place.function and made.place.line is not None
+    return _at(made.place.line, f"the backward of {made.place.function}") if is_known else ""
 
 
 def _cause(event: Event) -> str:
