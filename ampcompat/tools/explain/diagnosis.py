@@ -44,7 +44,7 @@ class Case:
     def lose_to(self, key: str) -> None:
         """Note the fault that the step was lost to."""
         for row in self.rows:
-            row.fault = key
+            row.lose_to(key)
 
 
 class Diagnosis:
@@ -69,8 +69,7 @@ class Diagnosis:
 
     def record(self, row: LostStep, is_skipped: bool) -> None:
         """Note that the step that ends now was lost."""
-        row.number = self.number
-        row.skipped = is_skipped
+        row.end(self.number, is_skipped)
         self.lost.append(row)
 
     def look_into(self, case: Case) -> None:
@@ -86,8 +85,7 @@ class Diagnosis:
             if event is None:
                 known += self._watch_next(case.block.scaler)
         for row in case.rows:
-            row.was_watched = is_watched
-            row.was_looked_into = event is not None or bool(known)
+            row.look(is_watched, event is not None or bool(known))
         if event is not None:
             self.blame(event, case)
         elif known:
@@ -119,7 +117,7 @@ class Diagnosis:
         case.lose_to(fault.key)
         if event.depends_on_scale:  # so do the skips before, at higher scales
             for row in [row for steps in case.steps for row in falling(steps.last)]:
-                row.fault = row.fault or fault.key
+                row.suppose(fault.key)
         is_held_back = event.depends_on_scale and not fault.is_too_large and not case.is_fault
         if is_held_back and not self.telling.is_told(fault.key):
             self.telling.hold(fault)
@@ -184,7 +182,7 @@ class Diagnosis:
         elif not self.telling.is_told(self._gradients_of(case)):
             watched = self._watch_next(case.block.scaler)
             for row in case.rows:
-                row.was_looked_into = bool(watched)
+                row.look(is_watched=False, is_anything_known=bool(watched))
             self._tell_of_unknown(case, watched)
 
     def _tell_of_unknown(self, case: Case, known: str) -> None:
@@ -195,7 +193,7 @@ class Diagnosis:
     def tell_of_written(self, fault: Fault, row: LostStep) -> None:
         """Tell of weights that are not finite, and that a step has written."""
         self._join_too_large(fault)
-        row.fault = fault.key
+        row.lose_to(fault.key)
         self._tell(fault)
 
     def tell_of_old_gradients(self, head: str, row: LostStep, step: int, optimizer: Optimizer) -> None:
@@ -209,5 +207,5 @@ class Diagnosis:
             step=step,
             hints=["call optimizer.zero_grad() after a skipped step too, before the next block"],
         )
-        row.fault = fault.key
+        row.lose_to(fault.key)
         self._tell(fault)

@@ -53,6 +53,28 @@ class LostStep:
         """Whether it is not known what it was lost to."""
         return not self.fault and self.back_off != NORMAL
 
+    def end(self, number: int, is_skipped: bool) -> None:
+        """Note which step it was, and whether it was skipped."""
+        self.number = number
+        self.skipped = is_skipped
+
+    def fall(self) -> None:
+        """Note that the loss scale falls with it."""
+        self.back_off = FALLING
+
+    def lose_to(self, fault: str) -> None:
+        """Note the key of the fault that it was lost to."""
+        self.fault = fault
+
+    def suppose(self, fault: str) -> None:
+        """Note the key of the fault that it is put down to, where no other is known."""
+        self.fault = self.fault or fault
+
+    def look(self, is_watched: bool, is_anything_known: bool) -> None:
+        """Note that it was looked into, and whether that has shown anything, or will."""
+        self.was_watched = is_watched
+        self.was_looked_into = is_anything_known
+
 
 # -- one optimizer: ``last`` are its last WINDOW steps, with None for those that were not lost -------------------------
 def overflows_persist(last: Collection[LostStep | None], scale: float) -> bool:

@@ -29,7 +29,6 @@ from ampcompat.tools.core import (
 from ampcompat.tools.explain.diagnosis import Case, Diagnosis
 from ampcompat.tools.explain.forwards import Forwards
 from ampcompat.tools.explain.lost import (
-    FALLING,
     NORMAL,
     SKIPS_TO_A_WATCH,
     WINDOW,
@@ -210,9 +209,9 @@ class OverflowExplainer:
         elif steps.has_been_made_at(case.block.scaler):
             self.watch.arm()  # what makes such gradients once, and at a scale that had worked, is likely to do so again
         else:
-            row.back_off = FALLING
+            row.fall()
             if steps.held is not None and not steps.held.is_told:
-                row.fault = steps.held.key
+                row.suppose(steps.held.key)
         if steps.skips % SKIPS_TO_A_WATCH == 0:
             self.watch.arm(1)
 
