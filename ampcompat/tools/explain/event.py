@@ -52,7 +52,7 @@ class Event:
     is_of_nothing: bool = False  # one of its inputs has no elements
     made: list[Made] = field(default_factory=list)  # how its inputs were
     beyond: list[Beyond] = field(default_factory=list)  # what the value reaches, and half does not hold either
-    reaches_layer: bool = False  # of torch, in the forward
+    may_reach_layer: bool = False  # of torch, in the forward; no longer known once it was made finite
     last: float = 0.0  # the largest magnitude of the last op of the forward that the value reaches, in float32
     spread: Place | None = None  # where an inf was turned into NaN
     node: str = ""  # in backward, of the autograd graph

@@ -44,7 +44,8 @@ def _of_given(event: Event, setting: Setting) -> list[str]:
         return [f"{ways[0]} ({lost})", *ways[1:]]
     if event.op == "parameter":
         return [setting.origin]
-    if event.op == "buffer" and event.dtype in HALF_DTYPES and not event.is_nan:
+    is_nan_before = event.is_nan and setting.origin
+    if event.op == "buffer" and event.dtype in HALF_DTYPES and not is_nan_before:
         return _of_half_buffer(event, setting)
     if event.op == "buffer" and setting.origin:
         return [setting.origin]
@@ -65,7 +66,8 @@ def _of_half_buffer(event: Event, setting: Setting) -> list[str]:
             f".clamp(max=6e4) where it is made: {cast}, which ends at {LARGEST:g}",
             f"put it back in float32 after amp.initialize: {name} = {name}.float() from the numbers that it had",
         ]
-    return [*keep_fp32(setting, _module_of(event)), "a mean in place of a sum"]
+    ways = [*keep_fp32(setting, _module_of(event)), "a mean in place of a sum"]
+    return [*ways, _OF_GIVEN["buffer"]] if event.is_nan else ways
 
 
 def _module_of(event: Event) -> str:

@@ -78,7 +78,7 @@ def lines_in_float32(event: Event, setting: Setting, places: Sequence[Place]) ->
     if place.is_outside and any(made.is_of_model for made in event.made):
         made_of_cast = setting.casts_functions and any(made.op in _HALF_OPS for made in event.chains)
         return [_loss_in_float32(event, "model", cast or made_of_cast)]
-    if setting.casts_weights and not event.backward and not event.reaches_layer:
+    if setting.casts_weights and not event.backward and not event.may_reach_layer:
         return [_loss_in_float32(event, "layers", False)]
     if cast and all(_is_called_by_name(one) for one in cast):
         names = dict.fromkeys(one.function for one in cast)
@@ -112,7 +112,7 @@ def _line_in_float32(event: Event, setting: Setting) -> str:
     wide = f"compute it in float32: .float() on what goes into {event.place.function or event.op}{too}"
     if not setting.casts_weights:
         return wide
-    short = ".half()" if setting.half == "float16" else ".bfloat16()"
+    short = setting.cast_to_half
     once = "" if event.backward else ", once that is small again,"
     return f"{wide}, and {short} on what comes of it{once} before a layer takes it"
 

@@ -145,6 +145,8 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_given_not_finite = any(map(self._is_known_not_finite, call.inputs))
         made = self.made.note(call, out, self.places.here(), is_view, is_given_not_finite)
         if made.largest < float("inf"):
+            for hidden in self._origins_in(call) if made.hides else ():
+                hidden.may_reach_layer = True
             if not is_view and covers_storage(out):
                 self.origins.pop(storage(out), None)
                 self.twins.forget(out)
@@ -225,6 +227,10 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         event = self._born(out, call.name, made.place, largest(source[is_new]))
         event.not_finite = int(is_new.sum())
         return Later(event, was_lost)
+
+    def _origins_in(self, call: Call) -> list[Event]:
+        """The origins of what is not finite in the inputs of ``call``."""
+        return [self.origins[storage(tensor)] for tensor in call.inputs if self._is_known_not_finite(tensor)]
 
     def _is_known_not_finite(self, tensor: torch.Tensor) -> bool:
         return storage(tensor) in self.origins and not is_finite(tensor)

@@ -26,6 +26,11 @@ class Setting:
         """Whether weights are half, so that layers take half alone."""
         return bool(self.half) and not self.casts_functions
 
+    @property
+    def cast_to_half(self) -> str:
+        """The method of a tensor, as a script calls it."""
+        return ".bfloat16()" if self.half == "bfloat16" else ".half()"
+
 
 def setting_of(scaler: LossScaler, scale: float, origin: str, growth: Grown | None) -> Setting:
     """The setting in force, at the ``scale`` that ``scaler`` had."""

@@ -8,6 +8,11 @@ from ampcompat.tools.core import live_models
 from ampcompat.tools.explain.event import Event
 from ampcompat.tools.tensors import is_finite
 
+_WRITERS = (
+    "load_state_dict, or an update of the script's own (SAM, an average of weights) with gradients that overflowed: amp"
+    " skips optimizer.step() alone"
+)
+
 
 class SpoiledWeights:
     """What is known of weights that are not finite."""
@@ -56,7 +61,9 @@ class SpoiledWeights:
         if event.op == "buffer":
             return ""
         if is_any_step_made:
-            return "no step is known to have written it: look at what else writes weights, such as load_state_dict"
+            return f"no step is known to have written it: look at what else writes weights, such as {_WRITERS}"
         if self._has_seen_initialize:
-            return "it was finite at amp.initialize, and no step was made yet: look at what loads or writes it"
+            return (
+                f"it was finite at amp.initialize, and no step was made yet: look at what writes it, such as {_WRITERS}"
+            )
         return "no step was made yet: look at how the model is initialized, or at the checkpoint it came from"

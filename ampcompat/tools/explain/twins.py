@@ -51,7 +51,7 @@ class Twins:
     def follow(self, call: Call, result: object, origin: Event, place: Place) -> None:
         """Compute an op that what is not finite has reached in float32, and note it where half does not hold that."""
         is_backward = _torch.current_node() is not None
-        origin.reaches_layer = origin.reaches_layer or (place.is_of_torch and not is_backward)
+        origin.may_reach_layer = origin.may_reach_layer or (place.is_of_torch and not is_backward)
         twins = [twin for twin in map(self.of, call.inputs) if twin is not None]
         if not twins:
             return

@@ -203,6 +203,8 @@ def undefined(event: Event, setting: Setting) -> list[str]:
             least="1" if event.is_of_whole else eps,
             exponent=_MOST_EXPONENT_IN_LOSS if event.place.is_outside else MOST_EXPONENT,
         )
+        if "{wide}" in cure.text and setting.casts_weights and event.may_reach_layer:
+            text += f", and {setting.cast_to_half} on what comes of it before a layer takes it"
         found.append(text)
         if cure.is_sure:
             return found

@@ -158,6 +158,41 @@ class Summing(Layer):
         return super().forward(x / (self.total + 1).sqrt())
 
 
+class Normalizing(Layer):
+    """As RevIN does."""
+
+    def forward(self, x):
+        deviation = torch.sqrt(torch.var(x, dim=0) + 1e-5)
+        return super().forward((x - x.mean(0)) / deviation) * deviation
+
+
+class LogFirst(Layer):
+    """As a flow that begins with logits: in half 1 - 1e-5 is 1."""
+
+    def forward(self, x):
+        return super().forward(torch.log(x) - torch.log(1 - x))
+
+
+class SumOfSquares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(8))
+
+    def forward(self, x):
+        self.total += (x * 100).pow(2).sum(0)
+        self.total -= self.total * 1e-3
+        return x / (self.total + 1).sqrt()
+
+
+class NormalizedBySum(Layer):
+    def __init__(self):
+        super().__init__()
+        self.norm = SumOfSquares()
+
+    def forward(self, x):
+        return super().forward(self.norm(x))
+
+
 def square(y):
     return y.float().pow(2).mean()
 
@@ -306,7 +341,7 @@ FAULTS = {
     "a constant that is too large": Fault(
         {
             "what": "aten::mul left the range of float16",
-            "hint": "compute the loss in float32: .float() on what the layers returned",
+            "hint": "compute it in float32: .float() on what goes into mul, and .half()",
         },
         r"the cause is .*\(mul\)\.$",
         model=lambda: Scores(sharp=1e6),
@@ -701,6 +736,32 @@ FAULTS = {
         model=lambda: Layer(lambda y: LargePowers.apply(y), weight=1.0),
         level="O2",
         batch=lambda step: torch.full((4, 8), 1.2),
+    ),
+    "a variance in half, whose root is small again": Fault(
+        {
+            "what": "aten::var left the range of float16",
+            "hint": "compute it in float32: .float() on what goes into var, and .half() on what comes of it",
+        },
+        r"the cause is .*\(var\)\.$",
+        model=lambda: Normalizing(),
+        level="O2",
+        batch=lambda step: WIDE * 1e3,
+    ),
+    "a logarithm that layers take": Fault(
+        {"hint": ".float().clamp_min(1e-6) on what goes into it, and .half() on what comes of it before"},
+        r"the cause is .*\(log\)\.$",
+        model=lambda: LogFirst(),
+        level="O2",
+        batch=lambda step: torch.full((4, 8), 1 - 1e-5),
+    ),
+    "a sum in a buffer that becomes NaN": Fault(
+        {
+            "what": "buffer norm.total was not finite before the forward",
+            "hint": "amp.initialize(..., keep_fp32=['norm'])",
+        },
+        r"the cause is buffer norm\.total of NormalizedBySum, which was not finite\.$",
+        model=lambda: NormalizedBySum(),
+        level="O2",
     ),
     "a table that the cast loses": Fault(
         {
