@@ -64,7 +64,7 @@ def _of_half_buffer(event: Event, setting: Setting) -> list[str]:
         name = f"model.{event.place.module}"
         return [
             f".clamp(max=6e4) where it is made: {cast}, which ends at {LARGEST:g}",
-            f"put it back in float32 after amp.initialize: {name} = {name}.float() from the numbers that it had",
+            f"assign it again after amp.initialize, in float32: {name} = ...",
         ]
     ways = [*keep_fp32(setting, _module_of(event)), "a mean in place of a sum"]
     return [*ways, _OF_GIVEN["buffer"]] if event.is_nan else ways
