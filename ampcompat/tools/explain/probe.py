@@ -180,7 +180,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_of_nothing=any(t.numel() == 0 for t in call.inputs),
             made=sources,
             node="" if node is None else node.name(),
-            far_rows=far_rows(out, self.inputs) if node is None else "",
+            far_rows=far_rows(out, call.inputs, self.inputs) if node is None else "",
         )
 
     def _born(self, tensor: torch.Tensor, op: str, place: Place, value: float | None, **more: Any) -> Event:

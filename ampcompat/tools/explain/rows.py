@@ -20,20 +20,37 @@ def lost_rows(tensor: torch.Tensor) -> str:
     return f", in {_listed(rows)}" if rows else ""
 
 
-def far_rows(out: torch.Tensor, inputs: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """The rows in which ``out`` is not finite, if these are far larger in one of the model's ``inputs``; else ""."""
+def far_rows(out: torch.Tensor, given: Iterable[torch.Tensor], inputs: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """The rows in which ``out`` is not finite, if these are far larger in what the op was given, and in the batch.
+
+    Args:
+        out: a result.
+        given: what the op was given.
+        inputs: what the model was given.
+    """
     rows = _lost(out)
-    if not rows:
+    if not rows or not any(_are_far(tensor, rows, len(out)) for tensor in given):
         return ""
     for name, tensor in inputs:
-        is_batch = readable(tensor) and tensor.dim() > 1 and tensor.numel() and len(tensor) == len(out)
-        if not is_batch:
-            continue
-        sizes = tensor.detach().flatten(1).abs().amax(1).float()
-        usual = float(sizes.median())
-        if usual > 0 and float(sizes[rows].min()) >= _FAR * usual:
-            return f"{_listed(rows)} of input {name}, up to {float(sizes.max()):.3g}, the usual one {usual:.3g}"
+        if _are_far(tensor, rows, len(out)):
+            sizes = _sizes(tensor)
+            most, usual = float(sizes.max()), float(sizes.median())
+            return f"{_listed(rows)} of input {name}, up to {most:.3g}, the usual one {usual:.3g}"
     return ""
+
+
+def _are_far(tensor: torch.Tensor, rows: list[int], count: int) -> bool:
+    """Whether ``tensor`` has ``count`` rows, and each of ``rows`` is far larger than usual."""
+    is_batch = readable(tensor) and tensor.dim() > 1 and tensor.numel() > 0 and len(tensor) == count
+    if not is_batch:
+        return False
+    sizes = _sizes(tensor)
+    return 0 < _FAR * float(sizes.median()) <= float(sizes[rows].min()) < torch.inf
+
+
+def _sizes(tensor: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude in each row."""
+    return tensor.detach().flatten(1).abs().amax(1).float()
 
 
 def _lost(tensor: torch.Tensor) -> list[int]:
