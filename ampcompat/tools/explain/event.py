@@ -84,6 +84,11 @@ class Event:
         return self.value is not None and math.isnan(self.value)
 
     @property
+    def is_divided_by_inf(self) -> bool:
+        """Whether inf / inf was made of it, as of an exponential and a sum of these."""
+        return self.spread is not None and self.spread.function in ("div", "truediv", "__truediv__")
+
+    @property
     def depends_on_scale(self) -> bool:
         """Whether it may be gone at a lower loss scale."""
         return self.backward and not self.is_undefined and not self.is_of_forward

@@ -34,6 +34,7 @@ class Grown:
     steps: int  # that were made in between
     lr: float | None  # the highest of its group in these; None where that is not a number
     jump: tuple[float, float] | None  # to that rate in one step, and from which, if it was so
+    rises: bool  # that rate, with each of these
     follows_gradients: bool  # the step is as large as the gradient, as SGD's is: Adam divides by its size
     loss: float = 0.0  # the last that was finite, if it fell in these steps
     rise: tuple[float, float] | None = None  # of the loss, if it is far larger for the last batches: from what to what
@@ -51,7 +52,8 @@ class Grown:
         """As in "the growth of conv2.weight, at lr=50"."""
         if self.has_no_least_loss:
             return "a loss that falls far below 0, with which the weights grow"
-        return f"the growth of {self.parameter or 'a weight'}{self._at_lr}"
+        at_lr = ", at a learning rate that rises with each step" if self.rises else self._at_lr
+        return f"the growth of {self.parameter or 'a weight'}{at_lr}"
 
     @property
     def has_no_least_loss(self) -> bool:
@@ -75,6 +77,8 @@ class Grown:
         if self.jump is not None:
             before, after = self.jump
             return f"the learning rate went from {before:g} to {after:g} in one step: look at its scheduler"
+        if self.rises:
+            return f"a learning rate that ends to rise before {self.lr:g}: with each step its scheduler raises it"
         than = "" if self.lr is None else f" than {self.lr:g}, such as {self.lr / 100:g}"
         others = "a warmup, or clipped gradients" if self.follows_gradients else "or a warmup"
         return f"a lower learning rate{than}, {others}: no precision holds weights that grow so"
@@ -140,6 +144,7 @@ class History:
                         steps=len(self.seen) - 1,
                         lr=max(rates, default=None),
                         jump=_jump(rates),
+                        rises=_rises(rates),
                         follows_gradients="SGD" in optimizer_name(optimizer),
                         loss=self._fallen_loss(),
                         rise=rise,
@@ -171,6 +176,11 @@ class History:
 def _jump(rates: list[float]) -> tuple[float, float] | None:
     """The first two rates in a row of which the second is far higher; a warmup begins at 0, and climbs slowly."""
     return next((pair for pair in itertools.pairwise(rates) if pair[1] > FAR * pair[0] > 0), None)
+
+
+def _rises(rates: list[float]) -> bool:
+    """Whether each is higher than the one before, as in a warmup."""
+    return len(rates) == STEPS and all(before < after for before, after in itertools.pairwise(rates))
 
 
 def _number(loss: torch.Tensor) -> float:

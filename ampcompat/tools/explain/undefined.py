@@ -151,6 +151,10 @@ _UNDEFINED = (
         "the root of a negative number: clamp it at 0 before",
     ),
     _Cure(
+        lambda event: event.op == "exp" and event.is_divided_by_inf,
+        "exp of more than 88 is beyond float32 too: exp(x - x.max()) in place of exp(x), which is divided by as much",
+    ),
+    _Cure(
         lambda event: event.op in ("exp", "expm1", "sinh", "cosh"),
         "{op} of more than 88 is beyond float32 too: torch.logsumexp(x, dim) or F.log_softmax(x, dim) where a logarithm"
         " follows, else .clamp(max={exponent}) on what goes into it",

@@ -563,6 +563,18 @@ def root_of_zero(cure):
     train(Layers(bias=0.0), "O1", loss)
 
 
+def exponentials_that_are_divided_by_their_sum(cure):
+    """As Sinkhorn's normalization begins."""
+
+    def loss(model):
+        scores = model(X).float() * 1e3
+        scores = scores if cure is None else eval(cure[1], {"x": scores})
+        shares = scores.exp()
+        return (shares / shares.sum() * (Y == 1)[:, None]).sum()
+
+    train(Layers(), "O1", loss)
+
+
 def root_of_squares_that_underflow(cure):
     """The norm of a gradient, as in a penalty: in half its square is 0."""
 
@@ -730,6 +742,7 @@ CURES = {
     target_beyond_one: r"a loss that has a least value: this one fell to -\d\S+, as with targets outside of \[0, 1\]",
     zero_norm: r"add an eps to the denominator, as in / \(\.\.\. \+ (\S+)\)",
     root_of_zero: r"the gradient of sqrt at 0 is not finite: \.clamp_min\((\S+)\) on what goes into it",
+    exponentials_that_are_divided_by_their_sum: r"exp\((x - x\.max\(\))\) in place of exp\(x\)",
     root_of_squares_that_underflow: r"pow has underflowed in float16: .* and \.clamp_min\((\S+)\) on",
     root_of_a_negative: r"a root of a negative number is NaN: \.clamp_min\((\S+)\) on what goes into it",
     division_by_a_root: r"add an eps under the root, as in / \(\.\.\. \+ (\S+)\)\.sqrt\(\)",

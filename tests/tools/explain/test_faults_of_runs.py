@@ -534,6 +534,14 @@ FAULTS = {
         optimizer=sgd(1e-3),
         options={"max_loss_scale": 16},
     ),
+    "weights that grow with a rate that never ends to rise": Fault(
+        {"growth": ", at lr=", "hint": "a learning rate that ends to rise before "},
+        r"the cause is the growth of fc\.\S+, at a learning rate that rises with each step\.$",
+        model=lambda: Layer(lambda y: y.pow(2).sum()),
+        level="O0",
+        loss=lambda y: y,
+        between=lambda optimizer, step: optimizer.param_groups[0].update(lr=0.01 * 1.3**step),
+    ),
     "weights that grow far, under the log of a softmax": Fault(
         {"growth": "fc.", "hint": "F.log_softmax(x, dim) in place of log(softmax(x))"},
         r"the cause of \d+ of these is .*\(the backward of log\)",
