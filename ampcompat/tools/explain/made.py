@@ -38,7 +38,9 @@ class Made:
     largest: float
     before: Made | None  # what an op that leaves it alike, or takes a part of it, was given
     source: Made | None = None  # the largest that the op was given
-    hides: bool = False  # what it was given was not finite, and this is, as softmax of a mask
+    hides: int | None = (
+        None  # the event whose inf it was given, among the probe's, where it is finite, as after softmax
+    )
     is_gradient: bool = False  # or made from one
     is_of_model: bool = False  # a module made it, or something that it was made from
     has_underflowed: bool = False  # it is a product of what was not 0, and 0 in half
@@ -67,7 +69,7 @@ class MadeTensors:
         """Note a gradient that a backward begins with."""
         self._of_storages[storage(grad)] = Made("gradient", (), NOWHERE, largest(grad), None, is_gradient=True)
 
-    def note(self, call: Call, out: torch.Tensor, place: Place, is_view: bool, is_given_not_finite: bool) -> Made:
+    def note(self, call: Call, out: torch.Tensor, place: Place, is_view: bool, given: int | None) -> Made:
         """Note how ``out`` came about. Reads the device.
 
         Args:
@@ -75,7 +77,7 @@ class MadeTensors:
             out: a result.
             place: where the op ran.
             is_view: whether it is a view of what the op was given, which stays what it was.
-            is_given_not_finite: whether that was not finite.
+            given: the number of the event whose inf it was given, among the probe's; None where all was finite.
         """
         sources = self.of(call.inputs)
         is_backward = _torch.current_node() is not None
@@ -87,7 +89,7 @@ class MadeTensors:
             largest=size,
             before=_before(call, sources, is_backward),
             source=max(sources, key=lambda one: one.largest, default=None),
-            hides=math.isfinite(size) and is_given_not_finite,
+            hides=given if math.isfinite(size) else None,
             is_gradient=is_backward and any(source.is_gradient or source.op in _ROOTS for source in sources),
             is_of_model=not place.is_outside or any(source.is_of_model for source in sources),
             has_underflowed=size == 0 and _is_product_of_more(call, out, sources),

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampcompat import _torch
 from ampcompat.tools.core import HALF_DTYPES, Args, Kwargs, master_of, tensors_in
 from ampcompat.tools.explain.call import CAST_OPS, Call
-from ampcompat.tools.explain.event import ARGUMENT, COLLECTIVE, GIVEN, UNSEEN, Event
+from ampcompat.tools.explain.event import ARGUMENT, COLLECTIVE, DIVISIONS, GIVEN, UNSEEN, Event
 from ampcompat.tools.explain.made import Made, MadeTensors
 from ampcompat.tools.explain.places import Place, Places
 from ampcompat.tools.explain.rows import far_rows, lost_rows
@@ -94,10 +94,24 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         bad = [t for t in tensors if not is_finite(t)]
         found = [self.origins[storage(t)] for t in bad if storage(t) in self.origins]
         first = min(found, key=self.events.index, default=None)
+        if first is not None:
+            first = self._behind(first)
         if first is not None and first.op not in (*GIVEN, ARGUMENT):
             alike = (one for one in self.events if one is not first and _kind(one) == _kind(first))
             first.alike = [one.place for one in alike]
         return first
+
+    def _behind(self, event: Event) -> Event:
+        """The birth of the inf that has made the 0 by which ``event`` divides, as in 1 / (1 + inf); else ``event``."""
+        if not event.denominators:
+            return event
+        sources = [made for one in event.made for made in (one, one.source) if made is not None]
+        hidden = [self.events[made.hides] for made in sources if made.op in DIVISIONS and made.hides is not None]
+        behind = next((one for one in hidden if one.out_of_range), None)
+        if behind is None:
+            return event
+        behind.spread = event.place
+        return behind
 
     def received(self, grads: Iterable[torch.Tensor]) -> None:
         """Note gradients that a backward begins with."""
@@ -142,11 +156,11 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_written = any(t is out for t in call.inputs)
         is_view = not is_written and any(storage(t) == storage(out) for t in call.inputs)
         sources = self.made.of(call.inputs)
-        is_given_not_finite = any(map(self._is_known_not_finite, call.inputs))
-        made = self.made.note(call, out, self.places.here(), is_view, is_given_not_finite)
+        given = [self.events.index(origin) for origin in self._origins_in(call)]
+        made = self.made.note(call, out, self.places.here(), is_view, min(given, default=None))
         if made.largest < float("inf"):
-            for hidden in self._origins_in(call) if made.hides else ():
-                hidden.may_reach_layer = True
+            if made.hides is not None:
+                self.events[made.hides].may_reach_layer = True
             if not is_view and covers_storage(out):
                 self.origins.pop(storage(out), None)
                 self.twins.forget(out)
@@ -230,10 +244,8 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _origins_in(self, call: Call) -> list[Event]:
         """The origins of what is not finite in the inputs of ``call``."""
-        return [self.origins[storage(tensor)] for tensor in call.inputs if self._is_known_not_finite(tensor)]
-
-    def _is_known_not_finite(self, tensor: torch.Tensor) -> bool:
-        return storage(tensor) in self.origins and not is_finite(tensor)
+        known = [tensor for tensor in call.inputs if storage(tensor) in self.origins]
+        return [self.origins[storage(tensor)] for tensor in known if not is_finite(tensor)]
 
     def _origin_of(self, call: Call, written: torch.Tensor | None) -> Event | None:
         """The origin of what is not finite in the inputs of an op; None where they are finite."""

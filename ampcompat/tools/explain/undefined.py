@@ -51,7 +51,7 @@ def _is_logarithm(event: Event) -> bool:
 
 def _is_logarithm_of_masked(event: Event) -> bool:
     """Whether it is of a probability that a mask of -inf has made 0."""
-    return _is_logarithm(event) and any("softmax" in made.op and made.hides for made in event.chains)
+    return _is_logarithm(event) and any("softmax" in made.op and made.hides is not None for made in event.chains)
 
 
 def _is_nan_of(*ops: str) -> Callable[[Event], bool]:

@@ -197,6 +197,11 @@ def square(y):
     return y.float().pow(2).mean()
 
 
+def shares(distance):
+    nearness = 1 / (1 + distance)
+    return nearness / nearness.sum(1, keepdim=True)
+
+
 def mean_of_what_is_large(y):
     mask = (y.detach() > 0.2).float()
     return (y.float().pow(2) * mask).sum() / mask.sum()
@@ -770,6 +775,17 @@ FAULTS = {
         r"the cause is buffer norm\.total of NormalizedBySum, which was not finite\.$",
         model=lambda: NormalizedBySum(),
         level="O2",
+    ),
+    "a distance whose inverse is 0": Fault(
+        {
+            "what": "aten::sum left the range of float16: 4 of 4 values",
+            "then": "became NaN in div() of Layer",
+            "hint": "compute it in float32: .float() on what goes into sum, and .half() on what comes of it",
+        },
+        r"the cause is .*\(sum\)\.$",
+        model=lambda: Layer(lambda y: shares(y.pow(2).sum(1, keepdim=True)), weight=1.0),
+        level="O2",
+        batch=lambda step: torch.full((4, 8), 15.0),
     ),
     "a table that the cast loses": Fault(
         {
