@@ -1,4 +1,4 @@
-"""What the probe finds: the birth of something that is not finite, and how tensors came about. Plain data."""
+"""What the probe finds: the birth of something that is not finite, and what it reaches. Plain data."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Grown:
             before, after = self.jump
             return f"the learning rate went from {before:g} to {after:g} in one step: look at its scheduler"
         if self.rises:
-            return f"a learning rate that ends to rise before {self.lr:g}: with each step its scheduler raises it"
+            return f"cap the learning rate below {self.lr:g}: its scheduler raises it with each step"
         than = "" if self.lr is None else f" than {self.lr:g}, such as {self.lr / 100:g}"
         others = "a warmup, or clipped gradients" if self.follows_gradients else "or a warmup"
         return f"a lower learning rate{than}, {others}: no precision holds weights that grow so"

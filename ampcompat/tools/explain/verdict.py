@@ -88,7 +88,8 @@ class Verdict:
         if own.unstepped:
             said += f"; {own.unstepped}"
         if own.lost_buffers and (self._is_ordinary or not self._lost):
-            said += f"; {' and '.join(own.lost_buffers)} is not finite at the end"
+            is_or_are = "is" if len(own.lost_buffers) == 1 else "are"
+            said += f"; {' and '.join(own.lost_buffers)} {is_or_are} not finite at the end"
         other = [one for one in own.warned if all(one != cause.text for cause in self.causes)]
         if other:
             said += f"; amp has warned of {', and of '.join(other)}"

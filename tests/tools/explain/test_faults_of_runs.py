@@ -539,8 +539,8 @@ FAULTS = {
         optimizer=sgd(1e-3),
         options={"max_loss_scale": 16},
     ),
-    "weights that grow with a rate that never ends to rise": Fault(
-        {"growth": ", at lr=", "hint": "a learning rate that ends to rise before "},
+    "weights that grow with a learning rate that nothing caps": Fault(
+        {"growth": ", at lr=", "hint": "cap the learning rate below "},
         r"the cause is the growth of fc\.\S+, at a learning rate that rises with each step\.$",
         model=lambda: Layer(lambda y: y.pow(2).sum()),
         level="O0",
