@@ -13,6 +13,7 @@ import torch
 from counting import counted
 from nets import MASTER_LEVELS
 from packaging.version import Version
+from process_group import destroy_process_group
 from test_written_weights import STEPS, Run
 
 from ampcompat import amp
@@ -361,7 +362,7 @@ def group_of_one(tmp_path):
     dist = torch.distributed
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield dist
-    dist.destroy_process_group()
+    destroy_process_group()
 
 
 @pytest.mark.on_cpu

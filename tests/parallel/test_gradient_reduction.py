@@ -2,12 +2,12 @@
 
 import copy
 import io
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from amp_training import make_step
+from process_group import destroy_process_group
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from two_processes import run_on_two_processes
@@ -412,9 +412,7 @@ def test_on_two_processes(check):
 def group_of_one():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
-    # torch joins gloo's threads with the GIL held, which they need for the last Python objects that they drop.
-    time.sleep(0.2)
-    dist.destroy_process_group()
+    destroy_process_group()
 
 
 @pytest.mark.usefixtures("group_of_one")

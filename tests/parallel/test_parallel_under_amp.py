@@ -1,13 +1,13 @@
 """apex's parallel package around initialized models, on two gloo processes; one process on all the data is the rule."""
 
 import os
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from amp_training import make_step
+from process_group import destroy_process_group
 from python_process import run_python
 from torch import nn
 from two_processes import run_on_two_processes
@@ -225,9 +225,7 @@ def test_unused_keywords_are_said_once_on_rank_0(capsys):
         DistributedDataParallel(net(), prof=True, message_size=1000)
         assert capsys.readouterr().out == ""
     finally:
-        # torch joins gloo's threads with the GIL held, which they need for the last Python objects that they drop.
-        time.sleep(0.2)
-        dist.destroy_process_group()
+        destroy_process_group()
 
 
 def test_a_batch_norm_that_is_itself_the_model_converts():

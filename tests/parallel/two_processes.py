@@ -2,11 +2,11 @@
 
 import datetime
 import socket
-import time
 
 import torch
 import torch.distributed as dist
 from internals import reset
+from process_group import destroy_process_group
 
 
 def run_on_two_processes(checks):
@@ -35,6 +35,4 @@ def _run(rank, port, checks):
             check(rank)
             reset()
     finally:
-        # torch joins gloo's threads with the GIL held, which they need for the last Python objects that they drop.
-        time.sleep(0.2)
-        dist.destroy_process_group()
+        destroy_process_group()

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from core_kit import backward, loss_of, net, same, start
 from internals import float32_masters
+from process_group import destroy_process_group
 from torch.nn.parallel import DistributedDataParallel
 
 from ampcompat import amp
@@ -14,7 +15,7 @@ from ampcompat import amp
 def process_group(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
+    destroy_process_group()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])

@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from process_group import destroy_process_group
 from state_tables import GRADIENTS
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -253,7 +254,7 @@ def ends_in_no_sync(run, tmp_path):
         run.step_uses(run.own_and(2 * SECOND))
     finally:
         run.wrapped = run.model
-        dist.destroy_process_group()
+        destroy_process_group()
 
 
 def step(run):

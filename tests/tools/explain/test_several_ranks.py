@@ -15,7 +15,7 @@ from python_process import run_python
 ROOT = Path(__file__).parents[3]
 
 SCRIPT = """
-import os, sys
+import os, sys, time
 import torch
 from apex import amp
 rank = int(os.environ["RANK"])
@@ -35,6 +35,7 @@ for step in range(40):
         scaled.backward()
     optimizer.step()
 if "destroy" in sys.argv:
+    time.sleep(0.2)  # see process_group.py
     torch.distributed.destroy_process_group()
 """
 
