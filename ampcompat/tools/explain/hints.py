@@ -6,13 +6,14 @@ from ampcompat.tools.core import HALF_DTYPES
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.event import ARGUMENT, DIVISIONS, GIVEN, Event
 from ampcompat.tools.explain.in_float32 import bfloat16, forward_in_float32, keep_fp32
+from ampcompat.tools.explain.made import WRITTEN
 from ampcompat.tools.explain.setting import Setting
 from ampcompat.tools.explain.too_large import SMALLER_INPUTS, do_not_cast, in_backward, in_forward
 from ampcompat.tools.explain.undefined import stable_form, undefined
 from ampcompat.tools.tensors import LARGEST, LEAST
 
 #: Ops that write a number where a mask is set, and those that multiply a mask by one.
-_FILLS = ("masked_fill", "masked_fill_", "full", "fill_", "where")
+_FILLS = ("masked_fill", "masked_fill_", "full", "fill_", "where", "scalar_tensor", WRITTEN)
 _PRODUCTS = ("mul", "mul_")
 _OF_MASKS = (*_FILLS, *_PRODUCTS, "add", "sub", "rsub", "_to_copy")
 _OF_GIVEN = {

@@ -13,13 +13,15 @@ from ampcompat.tools.explain.call import Call
 from ampcompat.tools.explain.places import NOWHERE, Place
 from ampcompat.tools.tensors import largest, readable, storage
 
+#: The op that makes a tensor of the numbers that a script writes, as torch.tensor(-1e9) does.
+WRITTEN = "lift_fresh"
 #: Ops that leave a value about as large as it was, and ops that take a part of it: what came before is kept with these.
 _ALIKE = ("_to_copy", "copy_", "clone", "detach", "sqrt", "add", "rsub", "clamp", "clamp_min", "maximum")
 _PARTS = ("view", "expand", "unsqueeze", "squeeze", "transpose", "permute", "select", "slice", "index", "gather")
 #: Ops that give whole numbers if they are given these, as a mask of inputs is 0 and 1, and its sum a count.
 _WHOLE = (
     *(*_PARTS, "_to_copy", "copy_", "clone", "detach", "sum", "mul", "add", "sub", "rsub", "clamp", "clamp_min"),
-    *("lift_fresh", "maximum", "fill_", "zero_", "masked_fill", "masked_fill_", "triu", "tril"),
+    *(WRITTEN, "maximum", "fill_", "zero_", "masked_fill", "masked_fill_", "triu", "tril"),
 )
 #: And those that make them of nothing.
 _MAKE_WHOLE = ("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "arange")
@@ -38,9 +40,7 @@ class Made:
     largest: float
     before: Made | None  # what an op that leaves it alike, or takes a part of it, was given
     source: Made | None = None  # the largest that the op was given
-    hides: int | None = (
-        None  # the event whose inf it was given, among the probe's, where it is finite, as after softmax
-    )
+    hides: int | None = None  # the number of the event whose inf it was given, where it is finite, as after softmax
     is_gradient: bool = False  # or made from one
     is_of_model: bool = False  # a module made it, or something that it was made from
     has_underflowed: bool = False  # it is a product of what was not 0, and 0 in half
@@ -84,7 +84,7 @@ class MadeTensors:
         size = largest(out)
         made = Made(
             op=call.name,
-            scalars=tuple(number for number in call.numbers if number not in (0, 1)),
+            scalars=_scalars(call, out),
             place=place,
             largest=size,
             before=_before(call, sources, is_backward),
@@ -106,6 +106,13 @@ class MadeTensors:
         for made in self.of([tensor]):
             return made.is_whole
         return readable(tensor) and bool((tensor == tensor.round()).all())
+
+
+def _scalars(call: Call, out: torch.Tensor) -> tuple[float, ...]:
+    """The numbers that the op was given, or that the script has written as a tensor of one element."""
+    is_written = call.name == WRITTEN and out.numel() == 1
+    numbers = [float(out)] if is_written else call.numbers
+    return tuple(number for number in numbers if number not in (0, 1))
 
 
 def _before(call: Call, sources: list[Made], is_backward: bool) -> Made | None:

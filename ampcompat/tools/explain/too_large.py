@@ -14,6 +14,7 @@ from ampcompat.tools.explain.in_float32 import (
     keep_fp32,
     lines_in_float32,
 )
+from ampcompat.tools.explain.made import WRITTEN
 from ampcompat.tools.explain.setting import Setting
 from ampcompat.tools.explain.undefined import LOGARITHMS, MOST_EXPONENT, stable_form
 from ampcompat.tools.tensors import LARGEST
@@ -33,6 +34,10 @@ _SMALLER_LOSS = "a smaller loss (a mean in place of a sum, a smaller factor on i
 
 def in_forward(event: Event, setting: Setting) -> list[str]:
     """For a result of the forward, the loss included."""
+    written = [number for made in event.made if made.op == WRITTEN for number in made.scalars]
+    for number in written:
+        if abs(number) > LARGEST:
+            return [f"a smaller number than {number:g}: float16 ends at {LARGEST:g}", *bfloat16(setting)]
     function = event.place.function
     is_cast = function in CAST_FUNCTIONS and event.place.line is not None and not event.place.is_of_torch
     if is_cast and setting.casts_functions:

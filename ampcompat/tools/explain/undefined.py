@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ampcompat.tools.core import HALF_DTYPES
 from ampcompat.tools.explain.call import CAST_OPS
 from ampcompat.tools.explain.event import DIVISIONS, Event
+from ampcompat.tools.explain.made import WRITTEN
 from ampcompat.tools.explain.setting import Setting
 
 LOGARITHMS = ("log", "log_", "log2", "log10", "log1p", "logit")
@@ -42,7 +43,7 @@ def _is_end_of_range(event: Event) -> bool:
 
 def _is_written(event: Event) -> bool:
     """Whether the script wrote a NaN, or an inf, as a number of its own."""
-    return event.op == "lift_fresh" or not all(map(math.isfinite, event.scalars))
+    return event.op == WRITTEN or not all(map(math.isfinite, event.scalars))
 
 
 def _is_logarithm(event: Event) -> bool:

@@ -278,6 +278,29 @@ class Masked(nn.Module):
         return torch.softmax(self.fc(x) + self.ignored * self.fill, -1)
 
 
+def mask_as_a_tensor(cure):
+    """The fill is no number that an op is given, but a tensor of its own."""
+    ignored = torch.zeros(16, 8, dtype=torch.bool)
+    ignored[:, 4:] = True
+    ignored[0] = True
+
+    def attend(h):
+        fill = torch.tensor(-1e9 if cure is None else float(cure[1]))
+        return torch.softmax(torch.where(ignored, fill, h), -1)
+
+    train(Layers(attend), "O2")
+
+
+def constant_as_a_tensor(cure):
+    """It is to be farther than anything else, and another result is multiplied by it."""
+
+    def nearest(h):
+        far = torch.tensor([1e10 if cure is None else 1e4]).to(h.dtype)
+        return torch.minimum(h, far) + F.relu(-far * (h - h))
+
+    train(Layers(nearest), "O2")
+
+
 def mask_in_a_buffer(cure):
     train(Masked(-1e9 if cure is None else float(cure[1])), "O2")
 
@@ -735,6 +758,8 @@ CURES = {
     vae_beyond_float32: r"\.clamp\(max=(\d+)\) on what goes into it",
     optimizer_that_amp_does_not_know: r"give amp\.initialize each optimizer that steps the model, and scale_loss",
     mask: r"write (\S+) in place of it",
+    mask_as_a_tensor: r"write (\S+) in place of it",
+    constant_as_a_tensor: r"a smaller number than 1e\+10: float16 ends at 65504",
     mask_in_a_buffer: r"write (\S+) in place of its least number",
     sum_in_a_buffer: r"keep_fp32=\['(norm)'\]",
     infinite_mask: r"write (\S+) in place of -inf",
