@@ -110,6 +110,8 @@ def run_again(forward: Forward, backward: bool) -> Finding:
         if not forward.has_returned(outputs):
             return Finding(differs=True)
         event = probe.origin(outputs)
+        if event is not None and event.is_mask:
+            event = None  # the script has written it, as for actions that are not allowed
         if not backward:
             return Finding(event, largest=max(map(largest, outputs), default=0.0))
         wanting = [output for output in outputs if output.requires_grad]

@@ -5,7 +5,7 @@ The gradients of a skip may be gone at a lower loss scale, which is normal: thei
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,7 +107,7 @@ class Diagnosis:
             case.lose_to(self.spoiled.by)
             return
         origin = self.spoiled.origin(event, any(steps.made for steps in self.steps.values()))
-        fault = op_fault(event, setting_of(case.block.scaler, case.block.scale, origin, self._growth()))
+        fault = op_fault(event, setting_of(case.block.scaler, case.block.scale, origin, self._growth(event.unread)))
         fault.head, fault.step = case.head, case.step
         if case.is_fault:
             fault.wait = ""  # overflows persist, so that no lower scale is to be waited for
@@ -135,9 +135,9 @@ class Diagnosis:
         elif self._given and self.watch.came_in(event):
             self.telling.found[self._given].cause = fault.cause  # that says more of it
 
-    def _growth(self) -> Grown | None:
-        """The weight that the last steps of an optimizer made many times larger, if any."""
-        found = [steps.weights.history.growth(optimizer) for optimizer, steps in self.steps.items()]
+    def _growth(self, but: Collection[int] = ()) -> Grown | None:
+        """The weight that the last steps of an optimizer made many times larger, if any, ``but`` for some storages."""
+        found = [steps.weights.history.growth(optimizer, but) for optimizer, steps in self.steps.items()]
         return max((one for one in found if one is not None), key=lambda one: one.times, default=None)
 
     def _join_too_large(self, fault: Fault) -> None:

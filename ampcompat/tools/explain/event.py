@@ -18,8 +18,6 @@ GIVEN = ("input", "parameter", "buffer")
 ARGUMENT = "argument"
 #: What another rank has added, and what amp works with and no op has made that was seen: the cause is elsewhere.
 COLLECTIVE, UNSEEN = "collective", "unseen"
-#: What a dispatcher op does to a zero.
-DIVISIONS = ("div", "div_", "reciprocal", "rsqrt", "pow")
 
 
 @dataclass(frozen=True)
@@ -45,12 +43,15 @@ class Event:
     not_finite: int  # how many values are inf or NaN
     elements: int  # of how many
     scalars: tuple[float, ...] = ()  # the numbers that the op was given, an eps or the fill of a mask among them
-    denominators: int = 0  # zeros in its last input
+    zeros: int | None = None  # in what it divides by; None where that is no tensor
+    denominator: Made | None = None  # how that was made
     is_of_whole: bool = False  # its last input holds whole numbers alone: a count, or a mask
     is_of_forward: bool = False  # in backward: its inputs are no gradients, so that the loss scale is not in it
     is_by_number_zero: bool = False  # it divides by a number that is 0
     is_of_nothing: bool = False  # one of its inputs has no elements
     made: list[Made] = field(default_factory=list)  # how its inputs were
+    outside: str = ""  # which tensor of the model, or input, is its first, as in "buffer mean of Net"
+    unread: frozenset[int] = frozenset()  # storages of weights of the models that ran, which no op had read before
     beyond: list[Beyond] = field(default_factory=list)  # what the value reaches, and half does not hold either
     may_reach_layer: bool = False  # of torch, in the forward; no longer known once it was made finite
     last: float = 0.0  # the largest magnitude of the last op of the forward that the value reaches, in float32
@@ -67,6 +68,16 @@ class Event:
     def chains(self) -> list[Made]:
         """How its inputs were made, each with the cheap ops before it."""
         return [made for source in self.made for made in source.chain()]
+
+    @property
+    def chain_of_denominator(self) -> list[Made]:
+        """The same of what it divides by."""
+        return [] if self.denominator is None else list(self.denominator.chain())
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether it is the -inf that the script has written, and nothing has become NaN by it."""
+        return -math.inf in self.scalars and not self.is_nan and self.spread is None
 
     @property
     def out_of_range(self) -> bool:
@@ -92,6 +103,10 @@ class Event:
     def depends_on_scale(self) -> bool:
         """Whether it may be gone at a lower loss scale."""
         return self.backward and not self.is_undefined and not self.is_of_forward
+
+    def is_too_large_without(self, scale: float) -> bool:
+        """Whether half would not hold it either without the loss ``scale`` that is in it."""
+        return self.out_of_range and self.value is not None and self.value / scale > LARGEST
 
     @property
     def underflowed_at(self) -> Made | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -91,4 +92,6 @@ def _what_is_known(findings: Sequence[Finding], of_backward: bool, block: BlockS
         return f" Its {which} run again and stayed finite."
     which = "forward was" if count == 1 else f"{count} forwards were"
     reached = max(finding.largest for finding in findings)
+    if reached == math.inf:
+        return f" Its {which} run again and gave nothing that is not finite but a mask's -inf."
     return f" Its {which} run again and stayed finite, with results up to {reached:.3g}."

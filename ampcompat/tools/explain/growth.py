@@ -6,11 +6,13 @@ import itertools
 import math
 import statistics
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
-from ampcompat.tools.core import Optimizer, ParamGroup, name_of, optimizer_name
+from ampcompat.tools.core import Optimizer, ParamGroup, master_of, name_of, optimizer_name
+from ampcompat.tools.tensors import storage
 
 #: Steps that are looked back on, and the growth in these that no healthy run has.
 STEPS, FAR = 10, 20.0
@@ -112,11 +114,15 @@ class History:
         """Note a loss that is finite, computed with the weights as they are. Reads nothing."""
         self.losses[-1].append(loss.detach())
 
-    def growth(self, optimizer: Optimizer) -> Grown | None:
+    def growth(self, optimizer: Optimizer, but: Collection[int] = ()) -> Grown | None:
         """The weight of ``optimizer`` that grew most in the last steps; None where none grew far and is large.
 
         Where the loss of each batch has grown far with it, a weight need not have. A weight that began at zero, or near
         it, is compared with the usual one. Host syncs: one for each loss.
+
+        Args:
+            optimizer: the one whose weights these are.
+            but: the storages of weights that are not to blame.
         """
         if len(self.seen) < 2:
             return None
@@ -133,7 +139,8 @@ class History:
                 then = before.get(id(param), math.inf)
                 now = after.get(id(param), 0.0)
                 times = now / max(then, usual)
-                if times >= most and now >= large:  # not so for a NaN
+                has_grown = times >= most and now >= large  # not so for a NaN
+                if has_grown and _memory(param) not in but:
                     most = times
                     rates = self._rates_of(index)
                     found = Grown(
@@ -171,6 +178,12 @@ class History:
     def _rates_of(self, group: int) -> list[float]:
         rates = [rates[group] for rates in self.rates if group < len(rates)]
         return [rate for rate in rates if rate is not None]
+
+
+def _memory(param: torch.Tensor) -> int:
+    """The storage of ``param`` that the model computes with."""
+    master = master_of(param)
+    return storage(param if master is None else master.half)
 
 
 def _jump(rates: list[float]) -> tuple[float, float] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ampcompat.tools.core import HALF_DTYPES
 from ampcompat.tools.dtypes import dtype_name
-from ampcompat.tools.explain.event import ARGUMENT, DIVISIONS, GIVEN, Event
+from ampcompat.tools.explain.event import ARGUMENT, GIVEN, Event
 from ampcompat.tools.explain.in_float32 import bfloat16, forward_in_float32, keep_fp32
 from ampcompat.tools.explain.made import WRITTEN
 from ampcompat.tools.explain.setting import Setting
@@ -79,7 +79,7 @@ def _module_of(event: Event) -> str:
 def _of_result(event: Event, setting: Setting) -> list[str]:
     mask = _mask(event)
     if mask is not None and event.is_undefined:
-        return [f"write -1e4 in place of {mask:g}: a row in which everything is masked then stays finite"]
+        return [f"write -1e4 in place of {mask:g}: a row of it alone, and a product with it, then stay finite"]
     if mask is not None:
         finite = f"{mask:g} is -inf in {setting.half or 'float16'}: write -1e4 in place of it"
         return [finite, *forward_in_float32(event, setting)]
@@ -113,8 +113,11 @@ def _mask(event: Event) -> float | None:
 
 def _eps_lost_in_half(event: Event) -> float | None:
     """A number added to, or set as the least of, the zero that ``event`` stumbled over, and itself 0 in float16."""
-    if event.op not in (*DIVISIONS, "log", "sqrt") and event.place.function not in ("log", "sqrt"):
-        return None
-    added = [made for made in event.chains if made.op in ("add", "clamp", "clamp_min", "maximum", "add_")]
+    if event.out_of_range and not event.backward:
+        return None  # it stumbled over no zero
+    chain = event.chain_of_denominator
+    if event.op in ("log", "sqrt") or event.place.function in ("log", "sqrt"):
+        chain = event.chains
+    added = [made for made in chain if made.op in ("add", "clamp", "clamp_min", "maximum", "add_")]
     numbers = [number for made in added for number in made.scalars]
     return next((number for number in numbers if 0 < abs(number) <= LEAST / 2), None)

@@ -31,7 +31,7 @@ _CASTS = ("", *CAST_FUNCTIONS, *CAST_OPS)
 
 def op_fault(event: Event, setting: Setting) -> Fault:
     """Describe what was born not finite. Any rank tells it: no other knows its batch."""
-    misuse = _misuse_behind(event)
+    misuse = _misuse_behind(event, setting)
     if misuse is not None or not _may_be_of_size(event):  # a misuse makes weights grow itself
         setting = replace(setting, growth=None)
     growth = setting.growth
@@ -61,10 +61,10 @@ def op_fault(event: Event, setting: Setting) -> Fault:
     )
 
 
-def _misuse_behind(event: Event) -> Misuse | None:
-    """The mistake of the script that explains ``event`` better, if amp has warned of one."""
-    may_be_of_weights = event.op not in ("input", "buffer", ARGUMENT) and not is_singular(event)
-    return spoiling_misuse() if may_be_of_weights else None
+def _misuse_behind(event: Event, setting: Setting) -> Misuse | None:
+    """The mistake of the script that has made weights grow, or spoiled them, if amp has warned of one."""
+    is_of_weights = event.op == "parameter" or (setting.growth is not None and _may_be_of_size(event))
+    return spoiling_misuse() if is_of_weights else None
 
 
 def _may_be_of_size(event: Event) -> bool:
@@ -113,9 +113,7 @@ def _key(event: Event) -> str:
 
 def _is_too_large_unscaled(event: Event, scale: float) -> bool:
     """Whether ``event`` is a gradient that float16 does not hold at any loss scale of 1 or more."""
-    if not event.depends_on_scale or not event.out_of_range or event.value is None:
-        return False
-    return event.value / scale > LARGEST
+    return event.depends_on_scale and event.is_too_large_without(scale)
 
 
 def _grown(event: Event, scale: float) -> str:

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import _torch
 from ampcompat.tools.core import HALF_DTYPES, Args, Kwargs, master_of, tensors_in
-from ampcompat.tools.explain.call import CAST_OPS, Call
-from ampcompat.tools.explain.event import ARGUMENT, COLLECTIVE, DIVISIONS, GIVEN, UNSEEN, Event
+from ampcompat.tools.explain.call import CAST_OPS, DIVISIONS, Call
+from ampcompat.tools.explain.event import ARGUMENT, COLLECTIVE, GIVEN, UNSEEN, Event
 from ampcompat.tools.explain.made import Made, MadeTensors
 from ampcompat.tools.explain.places import Place, Places
 from ampcompat.tools.explain.rows import far_rows, lost_rows
@@ -53,6 +53,10 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.later: dict[int, Later] = {}
         self.made = MadeTensors()
         self.twins = Twins()
+        self._hidden: set[int] = set()  # the numbers of events whose inf some op has taken away, as torch.where does
+        self._outside: dict[int, str] = {}  # what the models have and are given, by storage, in words
+        self._weights: set[int] = set()  # storages of those that are parameters
+        self._unread: set[int] = set()  # and of those that no op has read yet
         self._reduced: set[int] = set()  # what other ranks write into, some time after the collective was called
         self._is_paused = False
         self._process = os.getpid()  # the copies that a data loader forks are not looked at
@@ -77,6 +81,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ("buffer", model.named_buffers()),
         ):
             for name, tensor in tensors:
+                self._note_outside(op, name, kind, tensor)
                 if is_finite(tensor):
                     continue
                 origin = self.origins.get(storage(tensor))
@@ -89,6 +94,13 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 elif op == "input":
                     self.came_in.append(origin)
 
+    def _note_outside(self, what: str, name: str, kind: str, tensor: torch.Tensor) -> None:
+        key = storage(tensor)
+        self._outside[key] = f"{what} {name} of {kind}"
+        if what == "parameter" and key not in self._weights:
+            self._weights.add(key)
+            self._unread.add(key)
+
     def origin(self, tensors: Iterable[torch.Tensor]) -> Event | None:
         """The earliest origin of what is not finite in ``tensors``."""
         bad = [t for t in tensors if not is_finite(t)]
@@ -97,13 +109,13 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if first is not None:
             first = self._behind(first)
         if first is not None and first.op not in (*GIVEN, ARGUMENT):
-            alike = (one for one in self.events if one is not first and _kind(one) == _kind(first))
-            first.alike = [one.place for one in alike]
+            others = [one for number, one in enumerate(self.events) if one is not first and number not in self._hidden]
+            first.alike = [one.place for one in others if _kind(one) == _kind(first)]
         return first
 
     def _behind(self, event: Event) -> Event:
         """The birth of the inf that has made the 0 by which ``event`` divides, as in 1 / (1 + inf); else ``event``."""
-        if not event.denominators:
+        if not event.zeros:
             return event
         sources = [made for one in event.made for made in (one, one.source) if made is not None]
         hidden = [self.events[made.hides] for made in sources if made.op in DIVISIONS and made.hides is not None]
@@ -155,11 +167,13 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         is_written = any(t is out for t in call.inputs)
         is_view = not is_written and any(storage(t) == storage(out) for t in call.inputs)
+        self._unread.difference_update(map(storage, call.inputs))
         sources = self.made.of(call.inputs)
         given = [self.events.index(origin) for origin in self._origins_in(call)]
         made = self.made.note(call, out, self.places.here(), is_view, min(given, default=None))
         if made.largest < float("inf"):
             if made.hides is not None:
+                self._hidden.add(made.hides)
                 self.events[made.hides].may_reach_layer = True
             if not is_view and covers_storage(out):
                 self.origins.pop(storage(out), None)
@@ -180,6 +194,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note that an op gave ``out`` from finite inputs."""
         node = _torch.current_node()
         last = call.inputs[-1] if call.inputs else out
+        denominator = call.denominator
         is_cast_by_amp = call.name == "_to_copy" and is_called_by_amp(sys._getframe())
         self._born(
             out,
@@ -187,12 +202,14 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made.place._replace(function="") if is_cast_by_amp else made.place,
             self.twins.begin(call, result) if out.dtype in HALF_DTYPES else made.largest,
             scalars=made.scalars,
-            denominators=0 if last is out else int((last == 0).sum()),
+            zeros=None if denominator is None else int((denominator == 0).sum()),
+            denominator=None if denominator is None else next(iter(self.made.of([denominator])), None),
             is_of_whole=last is not out and self.made.is_whole(last),
             is_of_forward=node is not None and not any(source.is_gradient for source in sources),
             is_by_number_zero="div" in call.name and 0.0 in call.numbers,
             is_of_nothing=any(t.numel() == 0 for t in call.inputs),
             made=sources,
+            outside=self._outside.get(storage(call.inputs[0]), "") if call.inputs else "",
             node="" if node is None else node.name(),
             far_rows=far_rows(out, call.inputs, self.inputs) if node is None else "",
         )
@@ -207,6 +224,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value=value,
             not_finite=count_not_finite(tensor),
             elements=tensor.numel(),
+            unread=frozenset(self._unread),
             **more,
         )
         self.events.append(event)

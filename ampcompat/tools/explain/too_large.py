@@ -47,7 +47,7 @@ def in_forward(event: Event, setting: Setting) -> list[str]:
         early = f"cast it where it is small again: {function}() after what makes it smaller{reaches}"
         return [early, *bfloat16(setting)]
     if event.op == "_to_copy" and not event.made:
-        return [SMALLER_INPUTS, *forward_in_float32(event, setting)]
+        return [_smaller(event), *forward_in_float32(event, setting)]
     is_of_parameter = all(made.source is None for made in event.made)
     if event.op == "exp" and event.elements == 1 and is_of_parameter:  # a learned temperature
         return [".clamp(max=4.6) on what goes into exp: a factor of 100 at most, as in CLIP", *bfloat16(setting)]
@@ -59,6 +59,13 @@ def in_forward(event: Event, setting: Setting) -> list[str]:
     if event.last > LARGEST or not ways:
         return [*constant, *_bound(event), *ways]
     return [*_bound(event), *ways, *constant]  # it is small again, so that float32 is enough
+
+
+def _smaller(event: Event) -> str:
+    """For what no op has made: an input, or a tensor that the model holds."""
+    if event.value is None or not event.outside.startswith(("buffer", "parameter")):
+        return SMALLER_INPUTS
+    return f"smaller numbers in {event.outside}: it reaches {event.value:.3g}, and float16 ends at {LARGEST:g}"
 
 
 def _smaller_exponent(event: Event) -> list[str]:

@@ -15,9 +15,6 @@ from ampcompat.tools.explain.event import Beyond, Event
 from ampcompat.tools.explain.places import Place
 from ampcompat.tools.tensors import LARGEST, largest, readable, storage
 
-#: Ops that are noted for one value.
-MOST = 200
-
 
 class Twins:
     """The twins of tensors, by their storages: a view of a tensor has its part of the twin."""
@@ -63,7 +60,7 @@ class Twins:
         is_half = any(out.dtype == torch.float16 for out in tensors_in(result))
         gives = max(map(largest, tensors_in(wide)), default=0.0)
         origin.last = origin.last if is_backward else gives
-        if is_half and max(given, gives) > LARGEST and len(origin.beyond) < MOST:
+        if is_half and max(given, gives) > LARGEST:
             origin.beyond.append(Beyond(call.name, place, given, gives, is_backward))
 
     def _keep(self, result: object, wide: object) -> None:

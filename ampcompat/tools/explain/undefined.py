@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ampcompat.tools.core import HALF_DTYPES
 from ampcompat.tools.explain.call import CAST_OPS
-from ampcompat.tools.explain.event import DIVISIONS, Event
+from ampcompat.tools.explain.event import Event
 from ampcompat.tools.explain.made import WRITTEN
 from ampcompat.tools.explain.setting import Setting
 
@@ -41,6 +41,11 @@ def _is_end_of_range(event: Event) -> bool:
     return event.backward and event.node.startswith(("Acos", "Asin", "Atanh", "Acosh"))
 
 
+def _divides(event: Event) -> bool:
+    """Whether it divides by a tensor."""
+    return event.zeros is not None
+
+
 def _is_written(event: Event) -> bool:
     """Whether the script wrote a NaN, or an inf, as a number of its own."""
     return event.op == WRITTEN or not all(map(math.isfinite, event.scalars))
@@ -70,11 +75,6 @@ _UNDEFINED = (
     _Cure(
         lambda event: event.is_nan and not event.backward and event.is_of_nothing,
         "{op} of nothing is NaN: leave out a batch of which nothing is left, or sum and divide by max(count, 1)",
-        is_sure=True,
-    ),
-    _Cure(
-        _is_nan_of("mean"),
-        "the mean of nothing is NaN: leave out a batch of which nothing is left",
         is_sure=True,
     ),
     _Cure(
@@ -127,12 +127,12 @@ _UNDEFINED = (
         "a division by the number 0: look at what makes it, such as a count that nothing has counted",
     ),
     _Cure(
-        lambda event: event.op in DIVISIONS and any(made.op == "sqrt" for made in event.chains),
+        lambda event: any(made.op == "sqrt" for made in event.chain_of_denominator),
         "a division by zero{zeros}: add an eps under the root, as in / (... + {eps}).sqrt(), whose gradient is not"
         " finite at 0 either",
     ),
     _Cure(  # of something other than 0: with an eps it is as many times too large
-        lambda event: event.op.startswith(("div", "reciprocal")) and not event.backward and not event.is_nan,
+        lambda event: _divides(event) and event.op != "rsqrt" and not event.backward and not event.is_nan,
         "a division by zero{zeros}: .clamp_min({least}) on the denominator",
     ),
     _Cure(
@@ -144,7 +144,7 @@ _UNDEFINED = (
         "a division by zero{zeros}: add an eps inside, as in torch.rsqrt(... + {eps})",
     ),
     _Cure(
-        lambda event: event.op in DIVISIONS,
+        lambda event: _divides(event),
         "a division by zero{zeros}: add an eps to the denominator, as in / (... + {eps})",
     ),
     _Cure(
@@ -164,10 +164,6 @@ _UNDEFINED = (
         lambda event: "batch_norm" in event.op and event.is_nan and not event.backward,
         "running_var of this module is below 0: look at what loads or writes it, such as a damaged checkpoint",
         is_sure=True,
-    ),
-    _Cure(
-        lambda event: "softmax" in event.op,
-        "a row of -inf alone (everything is masked): mask with -1e4 in place of -inf",
     ),
 )
 
@@ -194,7 +190,7 @@ def undefined(event: Event, setting: Setting) -> list[str]:
     found = [form for form in [stable_form(event)] if form]
     cure = _cure_of(event)
     if cure is not None and not found:
-        count = event.denominators
+        count = event.zeros
         underflowed = event.underflowed_at
         eps = "1e-3" if setting.half == "float16" else "1e-6"  # the gradient is multiplied by its reciprocal
         text = cure.text.format(
@@ -229,6 +225,6 @@ def is_singular(event: Event) -> bool:
         return False
     if event.backward:
         return _is_root(event) or _is_end_of_range(event)
-    is_by_zero = event.op in DIVISIONS and event.denominators > 0
+    is_by_zero = bool(event.zeros)
     is_beyond_domain = event.op in ("sqrt", "rsqrt", "acos", "asin", "acosh", "atanh")
     return is_by_zero or is_beyond_domain or _is_written(event) or _is_logarithm(event)
