@@ -118,7 +118,7 @@ def _numbers(returned: Iterable[SupportsFloat], level: str) -> list[float]:
     numbers: list[float] = []
     for loss in returned:
         try:
-            numbers.append(float(loss))
+            numbers.append(float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
         except (TypeError, ValueError, RuntimeError):
             raise _no_losses(returned, level, f" with a {type(loss).__name__} in it that is no number") from None
     return numbers

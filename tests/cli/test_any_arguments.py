@@ -95,6 +95,14 @@ def test_a_folder_that_cannot_be_made_is_bad_usage(out):
 
 
 @pytest.mark.parametrize("command", ["check", "migrate"])
+def test_an_empty_path_is_not_the_current_folder(command):
+    """As that of a shell's variable that is not set."""
+    status, out, err = outcome([command, ""])
+    assert (status, out) == (2, "")
+    assert err == f"ampcompat {command}: '' does not exist; give a directory or a Python file\n"
+
+
+@pytest.mark.parametrize("command", ["check", "migrate"])
 def test_terminal_escapes_in_a_path_are_shown_not_obeyed(command):
     status, out, err = outcome([command, "\x1b[31m\n"])
     assert (status, out) == (2, "")

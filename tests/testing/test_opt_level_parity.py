@@ -127,6 +127,11 @@ def test_what_train_raises_goes_through_and_amp_is_reset():
     assert not torch.is_autocast_enabled("cpu")
 
 
+def test_losses_may_have_a_graph():
+    """torch warns of what is made a number with its graph."""
+    assert_opt_level_parity(lambda level: [torch.ones((), requires_grad=True) * 2], ("O1",))
+
+
 @pytest.mark.parametrize(
     ("kwargs", "match"),
     [

@@ -111,8 +111,8 @@ def _named(paths: Sequence[str | Path]) -> Iterator[tuple[str, str]]:
     seen: set[str] = set()
     for path in paths:
         root = Path(path)
-        if not root.exists():
-            raise FileNotFoundError(f"{path} does not exist; give a directory or a Python file")
+        if not str(path) or not root.exists():  # Path("") is the current folder
+            raise FileNotFoundError(f"{str(path) or repr('')} does not exist; give a directory or a Python file")
         given, root = root, root.resolve()
         whole = root.is_dir()
         for name, file in sources(root):

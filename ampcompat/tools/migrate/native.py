@@ -20,7 +20,7 @@ from ampcompat.tools.check.libraries import uses_of_apex
 from ampcompat.tools.check.source import Source
 from ampcompat.tools.check.symbols import MODULES, ON_OPTIMIZERS, canonical, verdict
 from ampcompat.tools.migrate.edits import Edits
-from ampcompat.tools.migrate.mentions import INSTALLED, is_apex, listed, mentions, probes
+from ampcompat.tools.migrate.mentions import INSTALLED, is_apex, listed, looked_for, mentions, probes
 from ampcompat.tools.migrate.methods import look_at_methods
 from ampcompat.tools.migrate.parts import NAME
 from ampcompat.tools.migrate.provided import attributes, has, takes
@@ -106,6 +106,8 @@ class _Rewriting:
         self._bare_names()
         for text in probes(self.source):
             self._probe(text)
+        for text in looked_for(self.source, ("sys.modules", "globals()", "locals()")):
+            self.edits.mark(text, f"{text.value!s} is looked for by its name; look for {NAME}, or leave the test out")
         for text in probes(self.source, INSTALLED):
             self.edits.mark(text, "apex is looked for among what is installed, and nothing needs it any more")
         for plain in self.source.kind(ast.Import):
@@ -248,7 +250,8 @@ class _Rewriting:
             parent = self.source.parents.get(node)
             if node.id not in bound or isinstance(parent, ast.Attribute) or self.source.apex(node) != "apex":
                 continue  # of another name, or a parameter of that name
-            if self.needs_amp:
+            is_handed_on = isinstance(parent, ast.Call) and node in parent.args  # as in hasattr(apex, "amp")
+            if self.needs_amp and not is_handed_on:
                 self.edits.replace(node, NAME)
             elif isinstance(node.ctx, ast.Load):
                 self.left.add("apex")

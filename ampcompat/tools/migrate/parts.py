@@ -24,12 +24,14 @@ NEEDS = {
     name: re.compile(pattern, re.MULTILINE | re.IGNORECASE)
     for name, pattern in {
         # That of amp, by itself or by a name of the module; models and optimizers have a state_dict of their own.
-        "checkpoints": r"(?<![.\w])(load_)?state_dict\b|amp\w{0,40}\.(load_)?state_dict|\bamp as (?!\w{0,40}amp)\w",
+        # Amp may have another name, or be handed on.
+        "checkpoints": r"(?<![.\w])(load_)?state_dict\b|amp\w{0,40}\.(load_)?state_dict|\bamp as (?!\w{0,40}amp)\w|"
+        r"=\s{0,9}(apex\.)?amp$|[(,=]\s{0,9}(apex\.)?amp\s{0,9}[,)]",
         # A step that is given anything, unless it is a scheduler's.
         "closures": r"closure|LBFGS|(?<!scheduler)(?<!sched)\.step\(([^)\n]|$)",
         "data_parallel": r"\bDataParallel\b|\bdata_parallel\b|\breplicate\b",
         # By its name, or in arguments that the source does not spell out.
-        "delayed_blocks": r"delay_unscale|no_sync|"
+        "delayed_blocks": r"delay_unscale|delay_overflow_check|no_sync|"
         r"scale_loss\(([^)\n]{0,99}$|(.{0,200}[(,])?\s{0,9}\*|([^,\n]{0,99},){4})",
         # Functions of autograd, whose backward may meet two dtypes.
         "explanations": r"\bFunction\b",

@@ -14,7 +14,7 @@ from ampcompat.tools.check.libraries import uses_of_apex
 from ampcompat.tools.check.source import Source
 from ampcompat.tools.check.symbols import canonical, verdict
 from ampcompat.tools.migrate.edits import Edits
-from ampcompat.tools.migrate.mentions import is_apex, listed, mentions, probes
+from ampcompat.tools.migrate.mentions import is_apex, listed, looked_for, mentions, probes
 from ampcompat.tools.migrate.result import Result
 
 #: What to do where a library imports apex itself.
@@ -33,6 +33,9 @@ def rewrite_imports(source: Source) -> Result:
         new = _renamed(name)
         if new is not None:
             edits.replace(text, edits.text(text).replace(name, new))
+    for text in looked_for(source, ("sys.modules",)):
+        new = _renamed(str(text.value)) or "what takes its place"
+        edits.mark(text, f"{text.value!s} is looked for by its name; look for {new}, or leave the test out")
     for node, symbol in mentions(source):
         if verdict(symbol).verdict == UNSUPPORTED:
             edits.mark(node, f"{canonical(symbol)} is not provided: {verdict(symbol).note}")

@@ -28,8 +28,8 @@ def migrate_paths(paths: Sequence[str | Path], to: str = "ampcompat") -> list[Ch
     wanted: dict[Path, str] = {}
     for path in paths:
         root = Path(path)
-        if not root.exists():
-            raise FileNotFoundError(f"{path} does not exist; give a directory or a Python file")
+        if not str(path) or not root.exists():  # Path("") is the current folder
+            raise FileNotFoundError(f"{str(path) or repr('')} does not exist; give a directory or a Python file")
         for name, place in sources(root.resolve()):
             wanted.setdefault(Path(place), name)
     changes = [migrate_file(file, name, to) for file, name in wanted.items()]

@@ -123,7 +123,8 @@ def _loss_scale(history: Sequence[Step]) -> str:
         return ""
     scales = ", ".join(scale_text(last[loss_id]) for loss_id in sorted(last))
     if is_constant(history):
-        return f"; the loss scale was {scales} throughout"
+        after = "after the first step " if history[0].skipped else ""  # scales are those after each step
+        return f"; {after}the loss scale was {scales} throughout"
     return f"; the loss scale ended at {scales}"
 
 

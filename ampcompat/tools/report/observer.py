@@ -221,13 +221,17 @@ class PrecisionReport:
 
 
 def _write(facts: Facts, target: Path) -> None:
-    """Write a file in one piece, in the form that its name asks for."""
+    """Write a file in one piece, in the form that its name asks for; a device, or a pipe, stays what it is."""
     if target.suffix == ".json":
         content = to_json(asdict(facts), indent=1) + "\n"
     elif target.suffix == ".html":
         content = as_page(facts)
     else:
         content = as_text(facts) + "\n"
+    if target.exists() and not target.is_file():
+        target.write_text(content, encoding="utf-8")
+        return
+    target = target.resolve()  # the file itself where it is a link
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:
         partial.write_text(content, encoding="utf-8")

@@ -223,6 +223,45 @@ def test_what_torch_has_nothing_for_stays_and_is_marked(code, reason):
     assert migrate_source(result.code, "native").code == result.code
 
 
+@pytest.mark.parametrize("target", ["ampcompat", "native"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "HAS = _module_available('apex.amp')",
+        "amp, HAS = optional_import('apex.amp')",
+        "HAS = all(find_spec(name) for name in ('apex', 'torch'))",
+        "HAS = 'apex' in sys.modules",
+    ],
+)
+def test_what_looks_for_apex_is_marked(line, target):
+    """After the rewriting it finds none, and a script that asks so trains in float32 in silence."""
+    ((_, message),) = migrate_source(f"import torch\n{line}\n", target).todos
+    assert "is looked for by its name; look for" in message
+
+
+@pytest.mark.parametrize(
+    "line", ["HAS = hasattr(apex, 'amp')", "HAS = 'amp' in dir(apex)", "mod = getattr(apex, 'amp', None)"]
+)
+def test_the_package_is_marked_where_it_is_handed_on(line):
+    todos = migrate_source(f"import apex\n{line}\napex.amp.initialize(m)\n", "native").todos
+    assert any("is handed on or tested here" in message for _, message in todos)
+    assert migrate_source(f"import apex\n{line}\napex.amp.initialize(m)\n").todos == []
+
+
+@pytest.mark.parametrize("target", ["ampcompat", "native"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "parser.add_argument('--backend', choices=['apex', 'native'])",
+        "module = import_module(name)\nbackend = 'apex'",
+        "if 'apex' in args.backend: pass",
+        "log('apex')",
+    ],
+)
+def test_the_word_apex_is_not_marked(line, target):
+    assert migrate_source(f"{line}\n", target).todos == []
+
+
 @pytest.mark.parametrize(
     ("code", "line"),
     [

@@ -108,6 +108,12 @@ def test_a_constant_scale_is_a_sentence():
     assert said in report.facts()["sentences"]
 
 
+def test_a_scale_that_the_first_step_brought_down_was_not_constant_before_it():
+    _, report = train("O2", bad=[0])
+    said = "1 of 4 optimizer steps was skipped for overflow; after the first step the loss scale was 32768 throughout."
+    assert said in report.facts()["sentences"]
+
+
 def test_attention_counts():
     class Attention(nn.Module):
         def __init__(self):

@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -229,6 +230,23 @@ def test_a_report_whose_file_cannot_be_written_is_printed(monkeypatch, tmp_path)
     assert told.startswith("precision report: opt_level O1")
     assert told.endswith(f"could not be written to {tmp_path / 'r.html'}: No space left on device")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path):
+    """/dev/stderr is one, or the other."""
+    _, report = train("O1", steps=1)
+    target, link, pipe = tmp_path / "target.txt", tmp_path / "link.txt", tmp_path / "pipe"
+    target.write_text("before")
+    link.symlink_to(target)
+    report.write(link)
+    assert link.is_symlink()
+    assert target.read_text().startswith("precision report")
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    report.write(pipe)
+    assert os.read(reader, 16) == b"precision report"
+    os.close(reader)
+    assert pipe.is_fifo()
 
 
 @pytest.mark.parametrize(
