@@ -65,7 +65,7 @@ class Diagnosis:
         self.number = 1  # of the step that is on, or to come, among those of all optimizers
         self.lost: list[LostStep] = []  # in the whole run
         self.spoiled = SpoiledWeights()
-        self._given = ""  # the key of an input that was not finite, until it is known what made it
+        self._lost_input = ""  # the key of an input that was not finite, until it is known what made it
 
     def record(self, row: LostStep, is_skipped: bool) -> None:
         """Note that the step that ends now was lost."""
@@ -130,10 +130,10 @@ class Diagnosis:
                 steps.weights.look(optimizer)  # so that the next step is not blamed for what `data` has written
         self._tell(fault)
         if event.op in ("input", "buffer") and not self.watch.is_on:
-            self._given = fault.key
+            self._lost_input = fault.key
             self.watch.arm()  # it shows what makes such an input, or writes the buffer
-        elif self._given and self.watch.came_in(event):
-            self.telling.found[self._given].cause = fault.cause  # that says more of it
+        elif self._lost_input and self.watch.came_in(event):
+            self.telling.found[self._lost_input].cause = fault.cause  # that says more of it
 
     def _growth(self, but: Collection[int] = ()) -> Grown | None:
         """The weight that the last steps of an optimizer made many times larger, if any, ``but`` for some storages."""

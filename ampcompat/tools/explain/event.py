@@ -54,7 +54,7 @@ class Event:
     unread: frozenset[int] = frozenset()  # storages of weights of the models that ran, which no op had read before
     beyond: list[Beyond] = field(default_factory=list)  # what the value reaches, and half does not hold either
     may_reach_layer: bool = False  # of torch, in the forward; no longer known once it was made finite
-    last: float = 0.0  # the largest magnitude of the last op of the forward that the value reaches, in float32
+    at_end_of_forward: float = 0.0  # the largest magnitude of the last op that the value reaches there, in float32
     spread: Place | None = None  # where an inf was turned into NaN
     node: str = ""  # in backward, of the autograd graph
     given: str = ""  # for ARGUMENT: which tensor it is, in words

@@ -132,31 +132,32 @@ class History:
             after.update({key: size for key, size in sizes.items() if math.isfinite(size)})
         usual = statistics.median([size for size in before.values() if size > 0] or [1.0])
         rise = self._rise()
-        most, large = (FAR, LARGE) if rise is None else (FAR_WITH_LOSS, 0.0)
-        found: Grown | None = None
+        far, large = (FAR, LARGE) if rise is None else (FAR_WITH_LOSS, 0.0)
+        grown: list[tuple[float, int, torch.Tensor]] = []
         for index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
-                then = before.get(id(param), math.inf)
                 now = after.get(id(param), 0.0)
-                times = now / max(then, usual)
-                has_grown = times >= most and now >= large  # not so for a NaN
+                times = now / max(before.get(id(param), math.inf), usual)
+                has_grown = times >= far and now >= large  # not so for a NaN
                 if has_grown and _memory(param) not in but:
-                    most = times
-                    rates = self._rates_of(index)
-                    found = Grown(
-                        parameter=name_of(param),
-                        before=then,
-                        after=now,
-                        times=times,
-                        steps=len(self.seen) - 1,
-                        lr=max(rates, default=None),
-                        jump=_jump(rates),
-                        rises=_rises(rates),
-                        follows_gradients="SGD" in optimizer_name(optimizer),
-                        loss=self._fallen_loss(),
-                        rise=rise,
-                    )
-        return found
+                    grown.append((times, index, param))
+        if not grown:
+            return None
+        times, index, param = max(grown, key=lambda one: one[0])
+        rates = self._rates_of(index)
+        return Grown(
+            parameter=name_of(param),
+            before=before[id(param)],
+            after=after[id(param)],
+            times=times,
+            steps=len(self.seen) - 1,
+            lr=max(rates, default=None),
+            jump=_jump(rates),
+            rises=_rises(rates),
+            follows_gradients="SGD" in optimizer_name(optimizer),
+            loss=self._fallen_loss(),
+            rise=rise,
+        )
 
     def _rise(self) -> tuple[float, float] | None:
         """What the loss was, and what it is for the last batches, if that is far larger."""

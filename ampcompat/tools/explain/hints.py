@@ -52,7 +52,7 @@ def _of_given(event: Event, setting: Setting) -> list[str]:
         return [setting.origin]
     is_half_input = event.op == "input" and event.dtype in HALF_DTYPES
     if is_half_input and setting.casts_functions and not event.is_nan:
-        return [do_not_cast(event.dtype, setting), SMALLER_INPUTS]
+        return [do_not_cast(setting), SMALLER_INPUTS]
     return [_OF_GIVEN[event.op]]
 
 

@@ -69,7 +69,7 @@ class MadeTensors:
         """Note a gradient that a backward begins with."""
         self._of_storages[storage(grad)] = Made("gradient", (), NOWHERE, largest(grad), None, is_gradient=True)
 
-    def note(self, call: Call, out: torch.Tensor, place: Place, is_view: bool, given: int | None) -> Made:
+    def note(self, call: Call, out: torch.Tensor, place: Place, is_view: bool, inf_of: int | None) -> Made:
         """Note how ``out`` came about. Reads the device.
 
         Args:
@@ -77,7 +77,7 @@ class MadeTensors:
             out: a result.
             place: where the op ran.
             is_view: whether it is a view of what the op was given, which stays what it was.
-            given: the number of the event whose inf it was given, among the probe's; None where all was finite.
+            inf_of: the number of the event whose inf it was given, among the probe's; None where all was finite.
         """
         sources = self.of(call.inputs)
         is_backward = _torch.current_node() is not None
@@ -89,7 +89,7 @@ class MadeTensors:
             largest=size,
             before=_before(call, sources, is_backward),
             source=max(sources, key=lambda one: one.largest, default=None),
-            hides=given if math.isfinite(size) else None,
+            hides=inf_of if math.isfinite(size) else None,
             is_gradient=is_backward and any(source.is_gradient or source.op in _ROOTS for source in sources),
             is_of_model=not place.is_outside or any(source.is_of_model for source in sources),
             has_underflowed=size == 0 and _is_product_of_more(call, out, sources),

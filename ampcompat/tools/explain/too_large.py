@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch
-
 from ampcompat.tools.explain.call import CAST_OPS
 from ampcompat.tools.explain.event import Beyond, Event
 from ampcompat.tools.explain.in_float32 import (
@@ -41,7 +39,7 @@ def in_forward(event: Event, setting: Setting) -> list[str]:
     function = event.place.function
     is_cast = function in CAST_FUNCTIONS and event.place.line is not None and not event.place.is_of_torch
     if is_cast and setting.casts_functions:
-        return [do_not_cast(event.dtype, setting), *bfloat16(setting)]
+        return [do_not_cast(setting), *bfloat16(setting)]
     if is_cast:
         reaches = "" if event.value is None else f"; here it reaches {event.value:.3g}"
         early = f"cast it where it is small again: {function}() after what makes it smaller{reaches}"
@@ -52,11 +50,11 @@ def in_forward(event: Event, setting: Setting) -> list[str]:
     if event.op == "exp" and event.elements == 1 and is_of_parameter:  # a learned temperature
         return [".clamp(max=4.6) on what goes into exp: a factor of 100 at most, as in CLIP", *bfloat16(setting)]
     ways = forward_in_float32(event, setting)
-    stays_large = event.op == "exp" and event.last > LARGEST  # and so is its gradient
+    stays_large = event.op == "exp" and event.at_end_of_forward > LARGEST  # and so is its gradient
     if stays_large or ways[:1] == bfloat16(setting):  # float32 is needed in many places
         ways = [*_smaller_exponent(event), *ways]
     constant = _smaller_constant(event)
-    if event.last > LARGEST or not ways:
+    if event.at_end_of_forward > LARGEST or not ways:
         return [*constant, *_bound(event), *ways]
     return [*_bound(event), *ways, *constant]  # it is small again, so that float32 is enough
 
@@ -83,10 +81,9 @@ def _smaller_exponent(event: Event) -> list[str]:
     return [f".clamp(max={MOST_EXPONENT}) on what goes into exp{where}: {reaches}"]
 
 
-def do_not_cast(dtype: torch.dtype, setting: Setting) -> str:
+def do_not_cast(setting: Setting) -> str:
     """A hint for a cast to half where functions are cast."""
-    cast = ".bfloat16()" if dtype == torch.bfloat16 else ".half()"
-    return f"do not call {cast} on it: casts of functions give {setting.half} to each that takes it"
+    return f"do not call {setting.cast_to_half} on it: casts of functions give {setting.half} to each that takes it"
 
 
 def _smaller_constant(event: Event) -> list[str]:

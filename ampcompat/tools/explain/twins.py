@@ -59,7 +59,8 @@ class Twins:
         self._keep(result, wide)
         is_half = any(out.dtype == torch.float16 for out in tensors_in(result))
         gives = max(map(largest, tensors_in(wide)), default=0.0)
-        origin.last = origin.last if is_backward else gives
+        if not is_backward:
+            origin.at_end_of_forward = gives
         if is_half and max(given, gives) > LARGEST:
             origin.beyond.append(Beyond(call.name, place, given, gives, is_backward))
 

@@ -204,7 +204,8 @@ def undefined(event: Event, setting: Setting) -> list[str]:
             least="1" if event.is_of_whole else eps,
             exponent=_MOST_EXPONENT_IN_LOSS if event.place.is_outside else MOST_EXPONENT,
         )
-        if "{wide}" in cure.text and setting.casts_weights and event.may_reach_layer:
+        is_in_float32 = "{wide}" in cure.text
+        if is_in_float32 and setting.casts_weights and event.may_reach_layer:
             text += f", and {setting.cast_to_half} on what comes of it before a layer takes it"
         found.append(text)
         if cure.is_sure:
