@@ -107,12 +107,12 @@ def _copy_in(folder: Path, wanting: Change, parts: frozenset[str], is_wanted: bo
     known = parts_of(old.code)
     if known is not None:
         return [Change(path, name, old, written(parts | known))]
-    if is_wanted:
-        raise FileExistsError(
-            f"{path} is there and differs from what this version of ampcompat writes; move it, or rename it and what "
-            "imports it, and migrate again"
-        )
     named = parts_named_in(old.code)
+    if named is None and is_wanted:
+        raise FileExistsError(
+            f"{path} is there and is not what ampcompat writes; move it, or rename it and what imports it, and migrate"
+            " again"
+        )
     lacking = sorted(parts - named) if named is not None else []
     return [Change(path, name, problem=LACKING.format(", ".join(lacking)) if lacking else "")]
 

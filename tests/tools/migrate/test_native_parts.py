@@ -195,7 +195,11 @@ def test_a_copy_that_was_changed_stays(tmp_path):
     copy.write_text(copy.read_text() + "x = 1\n")
     assert [change.problem for change in migrate_tree(tmp_path, "native")] == [""] * 2
     write(tmp_path, {"other.py": LOOP})
-    with pytest.raises(FileExistsError, match=r"native_amp.py is there and differs"):
+    assert list(changes(tmp_path)) == ["other.py"]
+    assert copy.read_text().endswith("x = 1\n")
+    copy.write_text("x = 1\n")
+    write(tmp_path, {"third.py": LOOP})
+    with pytest.raises(FileExistsError, match=r"native_amp.py is there and is not what ampcompat writes"):
         changes(tmp_path)
 
 
