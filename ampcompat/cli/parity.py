@@ -135,8 +135,10 @@ def _checked(args: argparse.Namespace) -> list[Level]:
     run_command.check_target(args)
     if args.target[0] == "-":
         args.parser.error("a script from standard input - it is run several times - put it into a file")
-    if args.steps < 1 or not all(value >= 0 for value in (args.rtol, args.atol, args.timeout)):
-        args.parser.error("--steps must be 1 or more; --rtol, --atol and --timeout 0 or more")
+    for name, least in (("steps", 1), ("rtol", 0), ("atol", 0), ("timeout", 0)):
+        value = getattr(args, name)
+        if not value >= least:  # so it is with a NaN
+            args.parser.error(f"--{name} {value:g} - it must be {least} or more - leave it out for the usual one")
     try:
         return read_levels(LEVELS if args.opt_level is None else args.opt_level, args.dtype)
     except ValueError as problem:

@@ -239,7 +239,8 @@ class _Rewriting:
         """Mark a use of a class with the arguments that torch has nothing for, if these are the reason."""
         refused = refused_arguments(symbol, use.call, self.edits)
         if refused and use.name is None:
-            self.edits.mark(use.node, f"{canonical(symbol)}: torch has no {', '.join(refused)}; {_why_left(symbol)}")
+            lacks = f"torch has no {', '.join(refused)}; keep that of ampcompat, or {_why_left(symbol)}"
+            self.edits.mark(use.node, f"{canonical(symbol)}: {lacks}")
         else:
             self._mark_use(use.node, symbol)
 
@@ -372,7 +373,8 @@ def _why_left(symbol: str) -> str:
         name = symbol.rpartition(".")[2]
         return f"it is {NAME}.{name}" if has(name) else INSTEAD.get(name, f"{NAME} does not have it")
     known = verdict(symbol)
-    return advice(symbol) or (known.note if known.verdict == UNSUPPORTED else "torch has nothing of the same meaning")
+    of_ampcompat = "torch has nothing of the same meaning; keep that of ampcompat"
+    return advice(symbol) or (known.note if known.verdict == UNSUPPORTED else of_ampcompat)
 
 
 def _is_loss_scaler(node: ast.expr) -> bool:

@@ -257,7 +257,8 @@ def test_an_interrupt_ends_the_comparison_with_what_there_is(monkeypatch, capsys
     ("options", "said"),
     [
         ([], "no script given"),
-        (["--steps", "0", SCRIPT], "--steps must be 1 or more"),
+        (["--steps", "0", SCRIPT], "--steps 0 - it must be 1 or more - leave it out"),
+        (["--rtol", "nan", SCRIPT], "--rtol nan - it must be 0 or more - leave it out"),
         (["--rtol", "nan", SCRIPT], "0 or more"),
         (["--opt-level", "01", SCRIPT], "'01' is not an opt_level"),
         (["--dtype", "", SCRIPT], "empty list"),
