@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import torch
 
+from ampcompat import _torch
+
 #: The largest float16, and the least one above zero.
 LARGEST, LEAST = 65504.0, 2.0**-24
 
 
 def readable(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is one whose values can be looked at here: torch does not compute with floats of 8 bits."""
+    """Whether ``tensor`` is one whose values can be looked at here.
+
+    torch does not compute with floats of 8 bits, and a part of a ``DTensor`` is left to its own collectives.
+    """
+    if type(tensor) is not torch.Tensor and _torch.is_sharded(tensor):
+        return False
     if not tensor.is_floating_point() or tensor.element_size() == 1:
         return False
     return tensor.layout == torch.strided and tensor.device.type != "meta"

@@ -95,6 +95,8 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.came_in.append(origin)
 
     def _note_outside(self, what: str, name: str, kind: str, tensor: torch.Tensor) -> None:
+        if not readable(tensor):
+            return
         key = storage(tensor)
         self._outside[key] = f"{what} {name} of {kind}"
         if what == "parameter" and key not in self._weights:

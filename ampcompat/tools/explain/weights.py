@@ -101,7 +101,7 @@ def params_of(optimizer: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
     """The parameters that can be looked at here, each with the index of its group."""
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
-            if _is_whole(param):
+            if readable(param):
                 yield index, param
 
 
@@ -111,7 +111,7 @@ def state_of(optimizer: Optimizer, param: torch.Tensor) -> Iterator[tuple[str, t
     if not isinstance(held, dict):
         return
     for name, value in held.items():
-        if isinstance(value, torch.Tensor) and _is_whole(value) and value.numel():
+        if isinstance(value, torch.Tensor) and readable(value) and value.numel():
             yield str(name), value
 
 
@@ -132,8 +132,3 @@ def lost_gradients(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
                 grads = [one.grad for one in (*halves, param) if one.grad is not None]
                 found += [grad for grad in grads if not is_finite(grad)]
     return found
-
-
-def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` can be looked at here: a part of a DTensor is left to its own collectives."""
-    return not _torch.is_sharded(tensor) and readable(tensor)
