@@ -90,6 +90,7 @@ class Finding:
     event: Event | None = None  # the origin of what is not finite; None where everything stayed finite
     entered: bool = False  # the gradient that came into the model was not finite already
     differs: bool = False  # it has returned something else than in the run: it was not that forward
+    is_mask: bool = False  # the outputs have the -inf alone that the script has written, as for forbidden actions
     largest: float = 0.0  # magnitude that it returned
 
 
@@ -110,10 +111,9 @@ def run_again(forward: Forward, backward: bool) -> Finding:
         if not forward.has_returned(outputs):
             return Finding(differs=True)
         event = probe.origin(outputs)
-        if event is not None and event.is_mask:
-            event = None  # the script has written it, as for actions that are not allowed
         if not backward:
-            return Finding(event, largest=max(map(largest, outputs), default=0.0))
+            is_mask = event is not None and event.is_mask and not any(bool((out == torch.inf).any()) for out in outputs)
+            return Finding(event, is_mask=is_mask, largest=max(map(largest, outputs), default=0.0))
         wanting = [output for output in outputs if output.requires_grad]
         pairs = [(output, grad) for output, grad in zip(wanting, forward.grads, strict=False) if grad is not None]
         if not all(is_finite(grad) for _, grad in pairs):

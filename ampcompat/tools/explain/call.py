@@ -17,8 +17,8 @@ from ampcompat.tools.tensors import readable
 #: Ops that change the dtype.
 CAST_OPS = ("_to_copy", "copy_")
 _COLLECTIVES = ("c10d", "_c10d_functional")
-#: Ops that divide by a tensor; a power does where its exponent is negative.
-DIVISIONS = ("div", "div_", "reciprocal", "rsqrt", "pow")
+#: Ops that divide by a tensor, without the "_" of those that write in place; a power does if its exponent is below 0.
+DIVISIONS = ("div", "reciprocal", "rsqrt", "pow")
 #: Names of arguments that say more than "self" and "other" do.
 _TELLING = ("weight", "bias", "target", "mask", "attn_mask", "pos_weight", "running_mean", "running_var")
 #: What a batch norm that trains writes, and does not read.
@@ -60,9 +60,10 @@ class Call:
     @property
     def denominator(self) -> torch.Tensor | None:
         """The tensor that it divides by; None where there is none."""
-        exponent = self.by_name.get("exponent")
-        is_power = self.name == "pow" and not (isinstance(exponent, (int, float)) and exponent < 0)
-        if self.name not in DIVISIONS or is_power:
+        name = self.name.removesuffix("_")
+        exponent = self.by_name.get("exponent", 0.0)
+        is_power = name == "pow" and not bool(torch.as_tensor(exponent).lt(0).any())
+        if name not in DIVISIONS or is_power:
             return None
         value = self.by_name.get("other", self.by_name.get("self"))
         return value if isinstance(value, torch.Tensor) else None

@@ -41,6 +41,11 @@ class Case:
         """Its rows, one for each optimizer."""
         return [steps.lost for steps in self.steps if steps.lost is not None]
 
+    @property
+    def is_nan_loss(self) -> bool:
+        """Whether it is a loss that is NaN."""
+        return self.what == "loss" and any(bool(torch.isnan(tensor).any()) for tensor in self.tensors)
+
     def lose_to(self, key: str) -> None:
         """Note the fault that the step was lost to."""
         for row in self.rows:
@@ -81,7 +86,7 @@ class Diagnosis:
         if is_watched:
             event, known = self.watch.find(case.tensors)
         else:
-            event, known = self.forwards.find(case.what == "gradients", case.block)
+            event, known = self.forwards.find(case.what == "gradients", case.is_nan_loss, case.block)
             if event is None:
                 known += self._watch_next(case.block.scaler)
         for row in case.rows:

@@ -44,7 +44,7 @@ class Event:
     elements: int  # of how many
     scalars: tuple[float, ...] = ()  # the numbers that the op was given, an eps or the fill of a mask among them
     zeros: int | None = None  # in what it divides by; None where that is no tensor
-    denominator: Made | None = None  # how that was made
+    denominator: Made | None = None  # how that tensor was made
     is_of_whole: bool = False  # its last input holds whole numbers alone: a count, or a mask
     is_of_forward: bool = False  # in backward: its inputs are no gradients, so that the loss scale is not in it
     is_by_number_zero: bool = False  # it divides by a number that is 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -50,11 +49,12 @@ class Forwards:
         kept = [forward for forward in self.kept if not forward.has_grads and forward.age < OLDEST]
         self.kept = deque(kept, MOST_FORWARDS)
 
-    def find(self, of_backward: bool, block: BlockScale) -> tuple[Event | None, str]:
+    def find(self, of_backward: bool, is_nan: bool, block: BlockScale) -> tuple[Event | None, str]:
         """Find the origin of a loss, or of gradients, that is not finite, by running forwards again.
 
         Args:
             of_backward: Whether it is of gradients.
+            is_nan: Whether it is a loss that is NaN, which a mask of -inf alone does not make.
             block: The block that they are of.
 
         Returns:
@@ -69,7 +69,7 @@ class Forwards:
                 if not forward.is_as_it_was or (of_backward and not forward.has_grads):
                     continue
                 finding = run_again(forward, of_backward)
-                if finding.event is not None:
+                if finding.event is not None and not (is_nan and finding.is_mask):
                     return finding.event, ""
                 findings.append(finding)
         except Exception as error:  # the run that is observed must go on whatever happens here
@@ -91,7 +91,7 @@ def _what_is_known(findings: Sequence[Finding], of_backward: bool, block: BlockS
         which = "forward and backward were" if count == 1 else f"{count} forwards and their backwards were"
         return f" Its {which} run again and stayed finite."
     which = "forward was" if count == 1 else f"{count} forwards were"
-    reached = max(finding.largest for finding in findings)
-    if reached == math.inf:
+    if any(finding.is_mask for finding in findings):
         return f" Its {which} run again and gave nothing that is not finite but a mask's -inf."
+    reached = max(finding.largest for finding in findings)
     return f" Its {which} run again and stayed finite, with results up to {reached:.3g}."

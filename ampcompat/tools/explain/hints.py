@@ -13,7 +13,7 @@ from ampcompat.tools.explain.undefined import stable_form, undefined
 from ampcompat.tools.tensors import LARGEST, LEAST
 
 #: Ops that write a number where a mask is set, and those that multiply a mask by one.
-_FILLS = ("masked_fill", "masked_fill_", "full", "fill_", "where", "scalar_tensor", WRITTEN)
+_FILLS = ("masked_fill", "masked_fill_", "full", "fill_", "where", "scalar_tensor")
 _PRODUCTS = ("mul", "mul_")
 _OF_MASKS = (*_FILLS, *_PRODUCTS, "add", "sub", "rsub", "_to_copy")
 _OF_GIVEN = {
@@ -52,7 +52,7 @@ def _of_given(event: Event, setting: Setting) -> list[str]:
         return [setting.origin]
     is_half_input = event.op == "input" and event.dtype in HALF_DTYPES
     if is_half_input and setting.casts_functions and not event.is_nan:
-        return [do_not_cast(setting), SMALLER_INPUTS]
+        return [do_not_cast(event.dtype, setting), SMALLER_INPUTS]
     return [_OF_GIVEN[event.op]]
 
 
@@ -106,7 +106,7 @@ def _mask(event: Event) -> float | None:
         number
         for op, is_whole, scalars in made_by
         for number in scalars
-        if op in _FILLS or (op in _PRODUCTS and is_whole)
+        if op in _FILLS or (op in _PRODUCTS and is_whole) or (op == WRITTEN and event.op in _FILLS)
     ]
     return next((number for number in numbers if number < -LARGEST), None)
 

@@ -56,7 +56,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._hidden: set[int] = set()  # the numbers of events whose inf some op has taken away, as torch.where does
         self._outside: dict[int, str] = {}  # what the models have and are given, by storage, in words
         self._weights: set[int] = set()  # storages of those that are parameters
-        self._unread: set[int] = set()  # and of those that no op has read yet
+        self._unread: set[int] = set()  # and of those that no op has read yet: these are not why
         self._reduced: set[int] = set()  # what other ranks write into, some time after the collective was called
         self._is_paused = False
         self._process = os.getpid()  # the copies that a data loader forks are not looked at
@@ -120,7 +120,11 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not event.zeros:
             return event
         sources = [made for one in event.made for made in (one, one.source) if made is not None]
-        hidden = [self.events[made.hides] for made in sources if made.op in DIVISIONS and made.hides is not None]
+        hidden = [
+            self.events[made.hides]
+            for made in sources
+            if made.op.removesuffix("_") in DIVISIONS and made.hides is not None
+        ]
         behind = next((one for one in hidden if one.out_of_range), None)
         if behind is None:
             return event
@@ -175,7 +179,8 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = self.made.note(call, out, self.places.here(), is_view, min(given, default=None))
         if made.largest < float("inf"):
             if made.hides is not None:
-                self._hidden.add(made.hides)
+                if not is_view:  # which may be of the finite part alone
+                    self._hidden.add(made.hides)
                 self.events[made.hides].may_reach_layer = True
             if not is_view and covers_storage(out):
                 self.origins.pop(storage(out), None)
@@ -206,7 +211,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             scalars=made.scalars,
             zeros=None if denominator is None else int((denominator == 0).sum()),
             denominator=None if denominator is None else next(iter(self.made.of([denominator])), None),
-            is_of_whole=last is not out and self.made.is_whole(last),
+            is_of_whole=last is not out and self.made.is_whole(last if denominator is None else denominator),
             is_of_forward=node is not None and not any(source.is_gradient for source in sources),
             is_by_number_zero="div" in call.name and 0.0 in call.numbers,
             is_of_nothing=any(t.numel() == 0 for t in call.inputs),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from ampcompat.tools.explain.call import CAST_OPS
 from ampcompat.tools.explain.event import Beyond, Event
 from ampcompat.tools.explain.in_float32 import (
@@ -39,7 +41,7 @@ def in_forward(event: Event, setting: Setting) -> list[str]:
     function = event.place.function
     is_cast = function in CAST_FUNCTIONS and event.place.line is not None and not event.place.is_of_torch
     if is_cast and setting.casts_functions:
-        return [do_not_cast(setting), *bfloat16(setting)]
+        return [do_not_cast(event.dtype, setting), *bfloat16(setting)]
     if is_cast:
         reaches = "" if event.value is None else f"; here it reaches {event.value:.3g}"
         early = f"cast it where it is small again: {function}() after what makes it smaller{reaches}"
@@ -81,9 +83,10 @@ def _smaller_exponent(event: Event) -> list[str]:
     return [f".clamp(max={MOST_EXPONENT}) on what goes into exp{where}: {reaches}"]
 
 
-def do_not_cast(setting: Setting) -> str:
+def do_not_cast(dtype: torch.dtype, setting: Setting) -> str:
     """A hint for a cast to half where functions are cast."""
-    return f"do not call {setting.cast_to_half} on it: casts of functions give {setting.half} to each that takes it"
+    cast = ".bfloat16()" if dtype == torch.bfloat16 else ".half()"
+    return f"do not call {cast} on it: casts of functions give {setting.half} to each that takes it"
 
 
 def _smaller_constant(event: Event) -> list[str]:

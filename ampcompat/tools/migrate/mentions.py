@@ -12,13 +12,22 @@ from ampcompat.tools.check.source import Source
 PROBES = ("find_spec", "import_module", "__import__")
 #: What asks for an installed distribution.
 INSTALLED = ("version", "get_distribution", "distribution", "find_loader")
-_NAME = re.compile(r"apex(\.\w+)*")
+_APEX_NAME = re.compile(r"apex(\.\w+)*")
+#: In the names of functions that look for modules.
+_ASKS = re.compile(r"import|avail|installed|module|spec|exist", re.IGNORECASE)
 Mention = ast.Name | ast.Attribute
 
 
 def is_apex(name: str) -> bool:
     """Whether a dotted name is of apex or of its extensions."""
     return name.partition(".")[0] in ("apex", *EXTENSIONS)
+
+
+def last_name(node: ast.AST) -> str:
+    """``find_spec`` of ``importlib.util.find_spec``."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def listed(aliases: Iterable[ast.alias]) -> str:
@@ -40,37 +49,40 @@ def mentions(source: Source) -> Iterator[tuple[Mention, str]]:
 
 
 def looked_for(source: Source, places: Iterable[str]) -> Iterator[ast.Constant]:
-    """Names of apex in other tests for it, such as ``optional_import("apex.amp")`` and ``"apex" in sys.modules``.
+    """Names of apex that the script asks for otherwise, as in ``optional_import("apex.amp")``.
 
     Args:
         source: The parsed source.
-        places: Where it is looked for, as the source names them.
+        places: Where it may ask for them, as in ``"apex" in sys.modules``.
     """
     known = set(probes(source, (*PROBES, *INSTALLED)))
     for text in source.kind(ast.Constant):
-        if not isinstance(text.value, str) or text in known or not _NAME.fullmatch(text.value):
+        if not isinstance(text.value, str) or text in known or not _APEX_NAME.fullmatch(text.value):
             continue
-        parent = source.parents.get(text)
-        is_module_given = isinstance(parent, ast.Call) and "." in text.value
-        if is_module_given or _is_looked_up(text, parent, places) or _is_probed_by_variable(text, source):
+        if _is_asked_for(text, source, places) or _is_probed_by_variable(text, source):
             yield text
 
 
-def _is_looked_up(text: ast.Constant, parent: ast.AST | None, places: Iterable[str]) -> bool:
-    """Whether it is asked for as in ``"apex" in sys.modules``."""
+def _is_asked_for(text: ast.Constant, source: Source, places: Iterable[str]) -> bool:
+    """Whether a function that looks for modules is given it, or it is looked up in one of ``places``."""
+    parent = source.parents.get(text)
+    if isinstance(parent, ast.Call):
+        return _ASKS.search(last_name(parent.func)) is not None
     if not isinstance(parent, ast.Compare) or parent.left is not text:
         return False
     return isinstance(parent.ops[0], ast.In | ast.NotIn) and ast.unparse(parent.comparators[0]) in places
 
 
 def _is_probed_by_variable(text: ast.Constant, source: Source) -> bool:
-    """Whether its statement probes for names, as in ``all(find_spec(name) for name in ("apex", "torch"))``."""
-    statement: ast.AST | None = text
-    while statement is not None and not isinstance(statement, ast.stmt):
-        statement = source.parents.get(statement)
-    inside = set() if statement is None else set(ast.walk(statement))
-    calls = (call for call in source.calls_named(*PROBES) if call in inside)
-    return any(call.args and isinstance(call.args[0], ast.Name) for call in calls)
+    """Whether it is one of the names in ``all(find_spec(name) for name in ("apex", "torch"))``, or in such a loop."""
+    names: ast.AST | None = source.parents.get(text)
+    loop = source.parents.get(names) if isinstance(names, ast.Tuple | ast.List | ast.Set) else None
+    if not isinstance(loop, ast.comprehension | ast.For) or loop.iter is not names:
+        return False
+    around = source.parents.get(loop) if isinstance(loop, ast.comprehension) else loop
+    inside = set() if around is None else set(ast.walk(around))
+    calls = [call for call in source.calls_named(*PROBES) if call in inside and call.args]
+    return any(ast.unparse(call.args[0]) == ast.unparse(loop.target) for call in calls)
 
 
 def probes(source: Source, functions: Iterable[str] = PROBES) -> Iterator[ast.Constant]:

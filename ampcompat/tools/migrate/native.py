@@ -20,7 +20,7 @@ from ampcompat.tools.check.libraries import uses_of_apex
 from ampcompat.tools.check.source import Source
 from ampcompat.tools.check.symbols import MODULES, ON_OPTIMIZERS, canonical, verdict
 from ampcompat.tools.migrate.edits import Edits
-from ampcompat.tools.migrate.mentions import INSTALLED, is_apex, listed, looked_for, mentions, probes
+from ampcompat.tools.migrate.mentions import INSTALLED, is_apex, last_name, listed, looked_for, mentions, probes
 from ampcompat.tools.migrate.methods import look_at_methods
 from ampcompat.tools.migrate.parts import NAME
 from ampcompat.tools.migrate.provided import attributes, has, takes
@@ -38,6 +38,8 @@ from ampcompat.tools.migrate.result import Result
 #: Modules of apex.amp whose names ``native_amp`` has itself.
 FLATTENED = ("apex.amp.amp", "apex.amp.frontend", "apex.amp.handle", "apex.amp.scaler", "apex.amp._amp_state")
 
+#: What may ask whether apex is there.
+_TESTS = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.If, ast.IfExp, ast.While, ast.Assert)
 #: What to write for names of apex.amp that ``native_amp`` does not have.
 INSTEAD = {
     "init": f"{NAME} has no handle; call amp.initialize(model, optimizer) once, and amp.scale_loss for its scale_loss",
@@ -251,7 +253,9 @@ class _Rewriting:
             parent = self.source.parents.get(node)
             if node.id not in bound or isinstance(parent, ast.Attribute) or self.source.apex(node) != "apex":
                 continue  # of another name, or a parameter of that name
-            is_handed_on = isinstance(parent, ast.Call) and node in parent.args  # as in hasattr(apex, "amp")
+            is_handed_on = isinstance(node.ctx, ast.Load) and not isinstance(
+                parent, _TESTS
+            )  # as in hasattr(apex, "amp")
             if self.needs_amp and not is_handed_on:
                 self.edits.replace(node, NAME)
             elif isinstance(node.ctx, ast.Load):
@@ -261,7 +265,7 @@ class _Rewriting:
     def _probe(self, text: ast.Constant) -> None:
         """``import_module("apex.amp")``; ``find_spec("apex")`` asks whether it is there."""
         call = self.source.parents[text]
-        asks = isinstance(call, ast.Call) and _last_name(call.func) == "find_spec"
+        asks = isinstance(call, ast.Call) and last_name(call.func) == "find_spec"
         if text.value == "apex.amp" or asks:
             self.needs_amp = True
             quote = self.edits.text(text)[-1]
@@ -379,13 +383,13 @@ def _why_left(symbol: str) -> str:
 
 def _is_loss_scaler(node: ast.expr) -> bool:
     """Whether an expression is ``....loss_scalers[0]``."""
-    return isinstance(node, ast.Subscript) and _last_name(node.value) == "loss_scalers"
+    return isinstance(node, ast.Subscript) and last_name(node.value) == "loss_scalers"
 
 
 def _names_of_loss_scalers(source: Source) -> set[tuple[ast.AST, str]]:
     """Names of loss scalers, each with its scope: ``s = ....loss_scalers[0]``, ``for s in ....loss_scalers``."""
     targets = [node.targets[0] for node in source.kind(ast.Assign) if _is_loss_scaler(node.value)]
-    targets += [node.target for node in source.kind(ast.For) if _last_name(node.iter) == "loss_scalers"]
+    targets += [node.target for node in source.kind(ast.For) if last_name(node.iter) == "loss_scalers"]
     return {(source.scope(target), target.id) for target in targets if isinstance(target, ast.Name)}
 
 
@@ -397,14 +401,10 @@ def _chain(node: ast.expr) -> list[ast.expr]:
     return chain
 
 
-def _last_name(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-
-
 def _names_read(source: Source) -> set[str]:
     """Names that a file reads or exports."""
     names = {node.id for node in source.kind(ast.Name) if isinstance(node.ctx, ast.Load)}
-    exported = [node.value for node in source.kind(ast.Assign) if _last_name(node.targets[0]) == "__all__"]
+    exported = [node.value for node in source.kind(ast.Assign) if last_name(node.targets[0]) == "__all__"]
     texts = [part.value for value in exported for part in ast.walk(value) if isinstance(part, ast.Constant)]
     return names | set(map(str, texts))
 

@@ -26,7 +26,7 @@ NEEDS = {
         # That of amp, by itself or by a name of the module; models and optimizers have a state_dict of their own.
         # Amp may have another name, or be handed on.
         "checkpoints": r"(?<![.\w])(load_)?state_dict\b|amp\w{0,40}\.(load_)?state_dict|\bamp as (?!\w{0,40}amp)\w|"
-        r"=\s{0,9}(apex\.)?amp$|[(,=]\s{0,9}(apex\.)?amp\s{0,9}[,)]",
+        r"([=(:\[{]|\b(return|or|and|else)\b)\s{0,9}(apex\.)?amp\s{0,9}($|[,)\]}#])|,\s{0,9}(apex\.)?amp\s{0,9}[)\]}]",
         # A step that is given anything, unless it is a scheduler's.
         "closures": r"closure|LBFGS|(?<!scheduler)(?<!sched)\.step\(([^)\n]|$)",
         "data_parallel": r"\bDataParallel\b|\bdata_parallel\b|\breplicate\b",

@@ -19,7 +19,7 @@ from ampcompat.tools.data import to_json
 from ampcompat.tools.devices import slow_halves
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.frames import hide_tools
-from ampcompat.tools.paths import why_not_writable
+from ampcompat.tools.paths import is_stream, why_not_writable
 from ampcompat.tools.recording.journal import error_line
 from ampcompat.tools.recording.recorder import Recorder
 from ampcompat.tools.recording.steps import Step
@@ -221,14 +221,14 @@ class PrecisionReport:
 
 
 def _write(facts: Facts, target: Path) -> None:
-    """Write a file in one piece, in the form that its name asks for; a device, or a pipe, stays what it is."""
+    """Write a file in one piece, in the form that its name asks for; a device, a pipe or a link stays what it is."""
     if target.suffix == ".json":
         content = to_json(asdict(facts), indent=1) + "\n"
     elif target.suffix == ".html":
         content = as_page(facts)
     else:
         content = as_text(facts) + "\n"
-    if target.exists() and not target.is_file():
+    if is_stream(str(target)):
         target.write_text(content, encoding="utf-8")
         return
     target = target.resolve()  # the file itself where it is a link

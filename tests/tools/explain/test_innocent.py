@@ -90,6 +90,30 @@ def test_a_mask_that_the_model_returns_is_not_why_the_loss_is_nan(capsys):
     assert "std of a single value is NaN" in told
 
 
+def test_a_mask_is_why_the_loss_of_a_forbidden_action_is_infinite(capsys):
+    def loss(model, x):
+        logits = model(x)
+        return F.cross_entropy(logits, torch.full((len(x),), 3 if x[0, 0] > 1.5 else 0))
+
+    class Policy(Net):
+        def forward(self, x):
+            return super().forward(x).masked_fill(torch.arange(4) == 3, -torch.inf)
+
+    def batch(step):
+        x = torch.randn(16, 8).clamp(-1, 1)
+        x[0, 0] = 2.0 if step == 20 else 0.0
+        return x
+
+    told, _ = explained(capsys, Policy(F.relu), "O1", loss, batch)
+    assert "The loss of step 21 is inf." in told
+    assert "masked_fill" in told
+
+
+def test_a_count_of_nothing_is_at_least_one(capsys):
+    told, _ = explained(capsys, Net(F.relu), "O1", lambda model, x: model(x).sum() / (x > 100).sum())
+    assert ".clamp_min(1) on the denominator" in told
+
+
 def test_an_eps_is_not_why_a_power_is_too_large(capsys):
     """GeM's pooling clamps at an eps that is 0 in float16."""
 

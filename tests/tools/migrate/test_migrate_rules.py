@@ -231,6 +231,8 @@ def test_what_torch_has_nothing_for_stays_and_is_marked(code, reason):
         "amp, HAS = optional_import('apex.amp')",
         "HAS = all(find_spec(name) for name in ('apex', 'torch'))",
         "HAS = 'apex' in sys.modules",
+        "HAS = is_package_available('apex')",
+        "for name in ['apex', 'torch']:\n    found = importlib.import_module(name)",
     ],
 )
 def test_what_looks_for_apex_is_marked(line, target):
@@ -240,7 +242,7 @@ def test_what_looks_for_apex_is_marked(line, target):
 
 
 @pytest.mark.parametrize(
-    "line", ["HAS = hasattr(apex, 'amp')", "HAS = 'amp' in dir(apex)", "mod = getattr(apex, 'amp', None)"]
+    "line", ["HAS = hasattr(apex, 'amp')", "HAS = 'amp' in dir(apex)", "use(backend=apex)", "self.apex = apex"]
 )
 def test_the_package_is_marked_where_it_is_handed_on(line):
     todos = migrate_source(f"import apex\n{line}\napex.amp.initialize(m)\n", "native").todos
@@ -255,6 +257,9 @@ def test_the_package_is_marked_where_it_is_handed_on(line):
         "parser.add_argument('--backend', choices=['apex', 'native'])",
         "module = import_module(name)\nbackend = 'apex'",
         "if 'apex' in args.backend: pass",
+        "if args.backend == 'apex':\n    module = import_module(name)",
+        "def load(name, backend='apex'):\n    return import_module(name)",
+        "logging.getLogger('apex.amp')",
         "log('apex')",
     ],
 )

@@ -4,12 +4,14 @@ import html.parser
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from amp_training import reset
+from python_process import PATH_WITH_TESTS
 from report_runs import train
 from torch import nn
 
@@ -247,6 +249,17 @@ def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path):
     assert os.read(reader, 16) == b"precision report"
     os.close(reader)
     assert pipe.is_fifo()
+
+
+def test_what_the_shell_writes_is_not_written_by_two(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("print('a step')")
+    command = [sys.executable, "-m", "ampcompat", "run", "--report=/dev/stdout", str(script)]
+    environment = {**os.environ, "PYTHONPATH": PATH_WITH_TESTS}
+    with (tmp_path / "log.txt").open("w") as log:
+        done = subprocess.run(command, stdout=log, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    assert done.returncode == 2
+    assert "--report='/dev/stdout' - it leads to a plain file - name a file that can be written" in done.stderr
 
 
 @pytest.mark.parametrize(
