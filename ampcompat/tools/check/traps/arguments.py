@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from ampcompat.tools.check.assigned import value_above
 from ampcompat.tools.check.bindings import dotted
 from ampcompat.tools.check.findings import ERROR, WARNING
 from ampcompat.tools.check.mistakes import Mistake
@@ -84,20 +85,29 @@ def whole_checkpoint(source: Source) -> Iterator[Mistake]:
     """``amp.load_state_dict(checkpoint)`` with the dict that the model's state is taken from, too."""
     for call in source.calls_to("apex.amp.load_state_dict", "apex.amp.frontend.load_state_dict"):
         name = dotted(call.args[0]) if call.args else ""
-        if name and _has_other_entries(source, call, name):
+        if name and _has_other_entries(source, call.args[0], name):
             note = f'{name} holds more than the state of amp and is refused; pass its entry: {name}["amp"]'
             yield Mistake(call, note, ERROR)
 
 
-def _has_other_entries(source: Source, call: ast.Call, name: str) -> bool:
-    """Whether the function of ``call`` takes other entries than amp's from the dict ``name``."""
+def _has_other_entries(source: Source, given: ast.expr, name: str) -> bool:
+    """Whether the function around ``given`` takes other entries than amp's from the dict that it is, ``name``."""
     for entry in source.kind(ast.Subscript):
-        if dotted(entry.value) != name or source.scope(entry) is not source.scope(call):
+        if dotted(entry.value) != name or source.scope(entry) is not source.scope(given):
             continue
         key = entry.slice.value if isinstance(entry.slice, ast.Constant) else None
-        if isinstance(key, str) and not key.startswith(OWN_KEYS) and not _is_taken_apart(source, entry, name):
+        if not isinstance(key, str) or key.startswith(OWN_KEYS) or _is_taken_apart(source, entry, name):
+            continue
+        if _is_same_value(source, entry.value, given):
             return True
     return False
+
+
+def _is_same_value(source: Source, first: ast.expr, second: ast.expr) -> bool:
+    """Whether no assignment between two uses of a name binds it again."""
+    if not isinstance(first, ast.Name) or not isinstance(second, ast.Name):
+        return True
+    return value_above(source, first) is value_above(source, second)
 
 
 def _is_taken_apart(source: Source, entry: ast.Subscript, name: str) -> bool:
