@@ -62,7 +62,7 @@ def _either(first: Values, second: Values) -> Values:
 
 def _of_name(source: Source, node: ast.Name | ast.Attribute, most_names: int) -> Values:
     """What a name may be: what its one assignment gives it, or the option of that name for ``args.name``."""
-    given = _given(source).get(dotted(node), [])
+    given = given_values(source).get(dotted(node), [])
     if isinstance(node, ast.Attribute):
         if not given:
             return Values(option=node.attr)
@@ -74,19 +74,29 @@ def _of_name(source: Source, node: ast.Name | ast.Attribute, most_names: int) ->
 
 
 @once
-def _given(source: Source) -> dict[str, list[ast.expr | None]]:
+def given_values(source: Source) -> dict[str, list[ast.expr | None]]:
     """What each name and each ``a.b`` is given anywhere in the file; None where that is not a plain assignment."""
     found: dict[str, list[ast.expr | None]] = {}
     plain: set[ast.AST] = set()
     for statement in source.kind(ast.Assign):
         for target in statement.targets:
-            found.setdefault(dotted(target), []).append(statement.value)
-            plain.add(target)
+            for part, value in _pairs(target, statement.value):
+                found.setdefault(dotted(part), []).append(value)
+                plain.add(part)
     stored: list[ast.Name | ast.Attribute] = [*source.kind(ast.Name), *source.kind(ast.Attribute)]
     for name in stored:
         if isinstance(name.ctx, ast.Store) and name not in plain:
             found.setdefault(dotted(name), []).append(None)
     return found
+
+
+def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    """What is given what: ``a, b = 1, 2`` gives each its own, and any other assignment the whole."""
+    if not isinstance(target, ast.Tuple) or not isinstance(value, ast.Tuple):
+        return [(target, value)]
+    has_star = any(isinstance(part, ast.Starred) for part in (*target.elts, *value.elts))
+    is_one_by_one = len(target.elts) == len(value.elts) and not has_star
+    return list(zip(target.elts, value.elts, strict=True)) if is_one_by_one else [(target, value)]
 
 
 # -- options of the command line ---------------------------------------------------------------------------------------

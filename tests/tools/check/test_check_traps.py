@@ -30,6 +30,13 @@ else:
         scaled_loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 """
+TEACHER = """
+{made}
+INITIALIZE
+with amp.scale_loss(loss, optimizer) as scaled_loss:
+    scaled_loss.backward()
+nn.utils.clip_grad_norm_(teacher.parameters(), 1.0)
+"""
 #: A script, its level, and what is found.
 SCRIPTS = {
     "cross entropy by a method": (
@@ -62,6 +69,31 @@ SCRIPTS = {
         {},
     ),
 }
+#: Models that ``amp.initialize`` may have got under another name, or share with one that it got.
+NOT_VISIBLY_ANOTHER = [
+    "teacher = build(args)",
+    "teacher = model",
+    "teacher = nn.Sequential(model, nn.Linear(8, 1))",
+    "teacher = nn.Linear(8, 8)\nmodels = [model, teacher]",
+    "teacher = nn.Linear(8, 8)\nmodel = Pair(teacher)",
+    "teacher = nn.Linear(8, 8)\nmodel = teacher.cuda()",
+    "teacher = nn.Linear(8, 8)\nmodel.head = teacher",
+    "backbone = nn.Linear(8, 8)\nmodel = Net(backbone)\nteacher = Net(backbone)",
+    "teacher, other = make_both()",
+]
+
+
+@pytest.mark.parametrize("made", NOT_VISIBLY_ANOTHER)
+def test_a_model_that_is_not_visibly_another_one(made):
+    assert trained(TEACHER.format(made=made)) == {"clip_of_model_params": "error"}
+
+
+@pytest.mark.parametrize(
+    "made", ["nn.Linear(8, 8)", "nn.Linear(8, 8).cuda()", "Net(8)", "Net(width)", "Net(args.width)"]
+)
+def test_a_model_that_is_visibly_another_one(made):
+    start = "args = parser.parse_args()\nwidth = 8\n"
+    assert trained(TEACHER.format(made=f"{start}teacher = {made}")) == {}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

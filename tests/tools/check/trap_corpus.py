@@ -77,6 +77,29 @@ def defined_above_the_loop(code, definition):
     return code.replace("for x in data:", definition + "for x in data:", 1)
 
 
+MODELS = """\
+model, critic = nn.Linear(8, 8), nn.Linear(8, 1)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+critic_opt = torch.optim.SGD(critic.parameters(), lr=0.1)
+"""
+CRITIC = """\
+critic_loss = critic(model(x).detach()).mean()
+critic_loss.backward()
+nn.utils.clip_grad_norm_(critic.parameters(), 1.0)
+for p in critic.parameters():
+    p.grad.div_(n)
+critic_opt.step()
+"""
+
+
+def with_critic(after, models=MODELS):
+    return (
+        trained('"O2"', after)
+        .replace("loss = model(x)", "loss = critic(model(x)).mean()")
+        .replace(INIT[:5], models + INIT[:5], 1)
+    )
+
+
 UPDATE = "def update(loss, optimizer):\n    optimizer.step()\n"
 LISTED = "params = [p for p in model.parameters() if p.requires_grad]\n"
 TIMM = (
@@ -122,6 +145,10 @@ TRUE = {
     "clip of what is filtered from the model's at O2": (
         "clip_of_model_params",
         trained('"O2"', "nn.utils.clip_grad_norm_(filter(lambda p: p.requires_grad, model.parameters()), 1.0)\n"),
+    ),
+    "a second loss that reaches the first model at O2": (
+        "unscaled_backward",
+        with_critic("noisy_loss = critic(model(x)).mean()\nnoisy_loss.backward()\n"),
     ),
     "gradients of a list of the model's divided at O2": (
         "edit_of_model_gradients",
@@ -331,6 +358,7 @@ TRUE = {
 
 #: What is a warning, because the snippet does not prove it.
 WARNED = (
+    "a second loss that reaches the first model at O2",
     "a second loss without a block at O2",
     "gradients divided by a function that is called after the block",
     "no block at O1",
@@ -368,6 +396,12 @@ FALSE = {
     "masters' gradients divided, or the model's": trained(
         '"O2"',
         "params = amp.master_params(opt)\nif wide:\n    params = model.parameters()\nfor p in params:\n    p.grad.div_(n)\n",
+    ),
+    "a second model that amp is not given": with_critic(CRITIC),
+    "a second model, moved": with_critic(CRITIC, MODELS + 'critic = critic.to("cpu")\ncritic.train()\n'),
+    "a second model of a class of the file": with_critic(
+        CRITIC,
+        "class Critic(nn.Linear):\n    pass\n" + MODELS.replace(", nn.Linear(8, 1)", ", Critic(8, out_features=1)"),
     ),
     "a scaler that is called, and a plain backward pass without it": TIMM,
     "clip in another method at O1": trainer("nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)", '"O1"'),
@@ -443,6 +477,13 @@ FALSE = {
     "a checkpoint that becomes its entry": amp_at(
         '"O1"',
         'checkpoint = {"amp": amp.state_dict()}\ncheckpoint = checkpoint["amp"]\namp.load_state_dict(checkpoint)\n',
+    ),
+    "the entry of a checkpoint under the name of another": amp_at(
+        '"O1"',
+        CHECKPOINT.replace("checkpoint", "saved", 1)
+        .replace("model.load", 'checkpoint = saved["amp"]\nmodel.load')
+        .replace('checkpoint["model"]', 'saved["model"]')
+        + 'amp.load_state_dict(checkpoint)\ncheckpoint = saved\nmodel.load_state_dict(checkpoint["model"])\n',
     ),
     "backward after the block at O3": trained('"O3"', "scaled.backward()\n").replace(
         "        scaled.backward()", "        pass"

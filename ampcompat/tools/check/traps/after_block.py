@@ -14,6 +14,7 @@ from ampcompat.tools.check.source import Source, called
 from ampcompat.tools.check.traps.blocks import CLIPS, block_above, blocks_by_function, follows_a_block, yielded
 from ampcompat.tools.check.traps.grades import perhaps_with_masters, with_masters, with_masters_or_scale
 from ampcompat.tools.check.traps.models import is_initialized_by_class
+from ampcompat.tools.check.traps.other_models import is_another_model
 
 #: What makes a list of its last argument, or leaves out some of it.
 LISTS = ("list", "tuple", "set", "filter", "chain")
@@ -76,7 +77,7 @@ def _grade_of_change(source: Source, node: ast.expr | ast.stmt, model: str) -> G
     A function that does the same to the gradients of masters has a branch for each precision, and code under a test of
     the level knows what it does.
     """
-    if source.bindings.is_native:  # it has no masters
+    if source.bindings.is_native or is_another_model(source, node, model):  # it has no masters
         return None
     scope = source.scope(node)
     if _does_so_with_masters(source, node) or asks_for_level(source, node):

@@ -45,7 +45,7 @@ def _classes_that_clip_masters(source: Source) -> set[ast.ClassDef | None]:
 @once
 def _attributes(source: Source, call: ast.Call) -> set[str]:
     """Attributes of ``self`` that hold what a call of ``initialize`` is given as models, or a wrapping of that."""
-    names = set(_models(source, call))
+    names = set(models_of(source, call))
     for statement in sorted(source.kind(ast.Assign), key=lambda statement: statement.lineno):
         value = statement.value
         wrapped = value.args[0] if isinstance(value, ast.Call) and value.args else value
@@ -54,7 +54,7 @@ def _attributes(source: Source, call: ast.Call) -> set[str]:
     return {name for name in names if name.startswith("self.")}
 
 
-def _models(source: Source, call: ast.Call) -> Iterator[str]:
+def models_of(source: Source, call: ast.Call) -> Iterator[str]:
     """The names of the models that a call of ``initialize`` is given, and of those that it returns."""
     statement = source.statement(call)
     returned = statement.targets[0] if isinstance(statement, ast.Assign) else None

@@ -13,6 +13,7 @@ from ampcompat.tools.check.settings import Setting, initializations
 from ampcompat.tools.check.source import Source, argument
 from ampcompat.tools.check.traps.blocks import blocks_by_function, follows_a_block, yielded
 from ampcompat.tools.check.traps.grades import perhaps_with_masters, with_masters
+from ampcompat.tools.check.traps.other_models import is_loss_of_another_model
 
 #: Parts of names by which a file may scale losses in another way than by a ``with`` statement.
 OTHER_SCALING = ("scale_loss", "loss_scaler", "_amp_backward", "unscale", "FP16_Optimizer", "GradScaler")
@@ -47,7 +48,9 @@ def _after_a_block(source: Source) -> Iterator[Mistake]:
         loss = dotted(backward.func).rpartition(".")[0]
         if not loss or loss in scaled or backward.args or is_without_amp(source, backward):
             continue
-        if follows_a_block(source, backward) and not source.bindings.is_native:
+        if not follows_a_block(source, backward) or source.bindings.is_native:
+            continue
+        if not is_loss_of_another_model(source, backward.func):
             yield Mistake(backward, note, perhaps_with_masters)
 
 
