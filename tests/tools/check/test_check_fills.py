@@ -150,6 +150,28 @@ RIGHT = [
     "y = s.masked_fill(m, torch.finfo(s.dtype).min)",
     "if s.dtype == torch.float32:\n    y = torch.full_like(s, -1e10)",
     "y = torch.where(m, 0.0, -1e10)",
+    "a = np.zeros((3, 3))\na[a == 0] = -1e10",
+    "a = np.where(m, s, 0)\ny = a.clip(-1e10, 1e10)",
+    "a = model(s).cpu().numpy()\nb = np.asarray(a)\nb[b > 0] = 1e10",
+    "a = s.numpy()\nb = a @ a.T\nb[b > 0] = 1e10",
+    "y = w.float()\ny = s + y\ny = y.masked_fill(m, -1e10)",
+    "y = s + i - w.float()\ny.masked_fill_(m, -1e10)",
+    "y = s + w.to(torch.float32)\ny.masked_fill_(m, -1e10)",
+    "y = i.masked_fill(i == 102, 100000)",
+    "i = i.clamp(min=0)\ny = i.new_full((2,), 100000)\nz = i != 102",
+    "y = torch.arange(4).clamp(max=100000)",
+    "y = torch.randint(4, (2,))\ny[y == 0] = 100000",
+]
+#: Nothing here shows that the tensor is float32, or of integers.
+MAY_BE_HALF = [
+    "y = s * w.float().mean()\ny = y.masked_fill(m, -1e10)",
+    "y = s + w.float().item()\ny = y.masked_fill(m, -1e10)",
+    "y = s + float(n)\ny = y.masked_fill(m, -1e10)",
+    "if wide:\n    w = w.float()\ny = s + w\ny = y.masked_fill(m, -1e10)",
+    "y = s.masked_fill(s == 0, -100000)",
+    "y = s.masked_fill(i == 102, -100000)",
+    "y = s.masked_fill(s == 102, -1e10)",
+    "z = s == 102\ns = self.embed(s)\ny = s.masked_fill(m, 100000)",
 ]
 
 
@@ -158,11 +180,45 @@ def test_what_meets_no_half(code):
     assert traps(code, "") == {}
 
 
+@pytest.mark.parametrize("code", MAY_BE_HALF)
+def test_what_may_meet_half(code):
+    assert set(traps(code, "")) == {"overflowing_fill"}
+
+
+@pytest.mark.parametrize(("level", "found"), [("O1", {"overflowing_fill"}), ("O2", set()), ("O3", set())])
+@pytest.mark.parametrize(
+    "use",
+    [
+        "y = model(s).masked_fill(m, -1e10)\n",
+        "y = model(s)\ny[y == 0] = -1e10\n",
+        "y = torch.clamp(model(s), max=1e10)\n",
+    ],
+)
+def test_what_the_model_returns(use, level, found):
+    code = f"{HEAD}{INITIALIZE.replace('O1', level)}m = s == 0\n{use}"
+    assert {f.name for f in scan_source(code) if f.kind != "symbol"} == found
+
+
+@pytest.mark.parametrize(
+    ("initialize", "use"),
+    [
+        (INITIALIZE, "y = other(s).masked_fill(m, -1e10)\n"),
+        (INITIALIZE, "def f(model, s, m):\n    return model(s).masked_fill(m, -1e10)\n"),
+        (INITIALIZE.replace(")", ", cast_model_outputs=torch.half)"), "y = model(s).masked_fill(m, -1e10)\n"),
+        (INITIALIZE.replace(")", ", **options)"), "y = model(s).masked_fill(m, -1e10)\n"),
+    ],
+)
+def test_what_another_model_returns_or_the_model_in_half(initialize, use):
+    code = f"{HEAD}{initialize.replace('O1', 'O2')}{use}"
+    assert [f.name for f in scan_source(code) if f.kind != "symbol"] == ["overflowing_fill"]
+
+
 @pytest.mark.parametrize(("level", "found"), [("O1", set()), ("O2", {"overflowing_fill"})])
 @pytest.mark.parametrize(
     "use",
     [
         "y = F.softmax(s, -1).clamp(max=1e10)\n",
+        "y = F.log_softmax(s, -1)\ny[y > 0] = -1e10\n",
         "with amp.disable_casts():\n    y = torch.matmul(s, w).clamp(max=1e10)\n",
         "with torch.autocast('cuda', enabled=False):\n    y = torch.matmul(s, w).clamp(max=1e10)\n",
     ],

@@ -15,7 +15,9 @@ from ampcompat.tools.check.settings import Setting
 from ampcompat.tools.check.source import Source, argument, called, number
 from ampcompat.tools.check.traps.half import (
     has,
+    is_compared_with_integer,
     is_float32_under_casts,
+    is_output,
     is_product,
     is_without_casts,
     may_be_half,
@@ -85,8 +87,13 @@ def overflowing_fill(source: Source) -> Iterator[Mistake]:
         return
     for fill in (*_in_calls(source), *_in_items(source), *_in_products_with_masks(source)):
         is_half = names_half(fill.tensor) or may_be_half(source, fill.tensor)
-        if is_half and not is_not_half(source, fill.node):
+        if is_half and not _is_of_integers(source, fill) and not is_not_half(source, fill.node):
             yield Mistake(fill.node, _note(source, fill), _grade(source, fill))
+
+
+def _is_of_integers(source: Source, fill: Fill) -> bool:
+    is_integer = isinstance(fill.value, ast.Constant) and isinstance(fill.value.value, int)
+    return is_integer and is_compared_with_integer(source, fill.tensor)
 
 
 def _note(source: Source, fill: Fill) -> str:
@@ -101,6 +108,8 @@ def _note(source: Source, fill: Fill) -> str:
 def _grade(source: Source, fill: Fill) -> Grade:
     if is_without_casts(source, fill.node) or is_float32_under_casts(source, fill.tensor):
         return _where_weights_are_float16
+    if is_output(source, fill.tensor):
+        return _where_outputs_are_float16
     if fill.is_refused and is_product(source, fill.tensor):
         return _where_products_are_float16
     return _where_float16_is
@@ -114,6 +123,11 @@ def _where_float16_is(setting: Setting) -> str | None:
 def _where_weights_are_float16(setting: Setting) -> str | None:
     """A warning where functions are not cast: the softmax of half scores is half there."""
     return _where_float16_is(setting) if not setting.functions else None
+
+
+def _where_outputs_are_float16(setting: Setting) -> str | None:
+    """A warning where outputs may be half: a model with half weights returns float32."""
+    return _where_float16_is(setting) if not setting.weights else None
 
 
 def _where_products_are_float16(setting: Setting) -> str | None:

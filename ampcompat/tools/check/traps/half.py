@@ -6,7 +6,9 @@ import ast
 from collections.abc import Callable
 
 from ampcompat.tools.check.assigned import certain_value, value_above
+from ampcompat.tools.check.settings import initializations
 from ampcompat.tools.check.source import Source, called, number
+from ampcompat.tools.check.traps.models import models_of
 
 #: Matrix products of two arguments, which O1 casts to half.
 PRODUCTS = {"matmul", "bmm"}
@@ -85,12 +87,33 @@ def is_without_casts(source: Source, node: ast.AST) -> bool:
 
 
 def _is_made_wide(source: Source, name: ast.Name) -> bool:
-    """Whether the last assignment above makes a name float32, in every case: ``scores = scores.float()``."""
+    """Whether the last assignment above makes a name float32, in every case: ``scores = scores.float()``.
+
+    So does a sum with a float32 tensor, or a product of matrices.
+    """
     value = certain_value(source, name)
-    if not isinstance(value, ast.Call):
-        return False
-    is_cast = called(value) == "to" and has(source, value, _names_wide_dtype)
-    return is_cast or called(value) in WIDENS
+    if isinstance(value, ast.Call):
+        return _is_cast_to_float32(source, value) or called(value) in WIDENS
+    terms = [value]
+    for term in terms:  # grows on the way
+        if isinstance(term, ast.Name):
+            before = certain_value(source, term)
+            terms += [before] if before not in terms else []
+        elif isinstance(term, ast.BinOp) and isinstance(term.op, ast.Add | ast.Sub | ast.MatMult):
+            terms += [term.left, term.right]
+        elif isinstance(term, ast.Call) and _is_float32_tensor(source, term):
+            return True
+    return False
+
+
+def _is_cast_to_float32(source: Source, call: ast.Call) -> bool:
+    return called(call) == "to" and has(source, call, _names_wide_dtype)
+
+
+def _is_float32_tensor(source: Source, call: ast.Call) -> bool:
+    """Whether a call makes a float32 tensor, or an array: not a number, which leaves the other term its dtype."""
+    is_method = isinstance(call.func, ast.Attribute) and called(call) in ("float", "double", "numpy")
+    return is_method or _is_cast_to_float32(source, call) or _is_of_numpy(source, call)
 
 
 def _is_wide(node: ast.AST) -> bool:
@@ -105,13 +128,50 @@ def _names_wide_dtype(node: ast.AST) -> bool:
 
 
 def _has_other_dtype(source: Source, node: ast.expr) -> bool:
-    """Whether a tensor comes from a factory without a half dtype, a comparison, or a method such as ``long()``."""
+    """Whether a tensor comes from numpy, a factory without a half dtype, a comparison, or a method as ``long()``."""
     origin = _origin(source, node)
     if not isinstance(origin, ast.Call):
         return isinstance(origin, ast.Compare)
+    if _is_of_numpy(source, origin):
+        return True
     if called(origin) in FACTORIES and _is_of_torch(source, origin):
         return not any(keyword.arg == "dtype" and _may_name_half(keyword.value) for keyword in origin.keywords)
     return called(origin) in COUNTS
+
+
+def is_compared_with_integer(source: Source, node: ast.expr) -> bool:
+    """Whether a tensor is somewhere tested for a whole number above 1, as token ids are: ``ids == 102``."""
+    origin = _origin(source, node)
+    for compare in source.kind(ast.Compare):
+        other = compare.comparators[0]
+        is_test_for_equality = isinstance(compare.ops[0], ast.Eq | ast.NotEq)
+        is_integer = isinstance(other, ast.Constant) and isinstance(other.value, int) and other.value > 1
+        if is_test_for_equality and is_integer and _is_same_name(source, _origin(source, compare.left), origin):
+            return True
+    return False
+
+
+def _is_same_name(source: Source, first: ast.expr, second: ast.expr) -> bool:
+    """Whether two expressions are one name of a function, given the same."""
+    if not isinstance(first, ast.Name) or not isinstance(second, ast.Name) or first.id != second.id:
+        return False
+    is_in_same_function = source.scope(first) is source.scope(second)
+    return is_in_same_function and value_above(source, first) is value_above(source, second)
+
+
+def is_output(source: Source, node: ast.expr) -> bool:
+    """Whether a tensor is what a model that ``amp.initialize`` got returns, in the dtype that the level gives it."""
+    origin = _origin(source, node)
+    if not isinstance(origin, ast.Call) or not isinstance(origin.func, ast.Name):
+        return False
+    model = origin.func
+    for call in initializations(source):
+        if any(keyword.arg in (None, "cast_model_outputs") for keyword in call.keywords):
+            continue
+        is_same_model = source.scope(call) is source.scope(model) or not source.is_parameter(model.id, model)
+        if is_same_model and model.id in models_of(source, call):
+            return True
+    return False
 
 
 def is_float32_under_casts(source: Source, node: ast.expr) -> bool:
@@ -152,7 +212,7 @@ def _may_name_half(dtype: ast.expr) -> bool:
 def _same_dtype(source: Source, call: ast.Call) -> ast.expr | None:
     """The tensor whose dtype the result of a call has; None where that is not known."""
     is_cast = called(call) == "to" and not has(source, call, _names_device)
-    if is_cast or called(call) in DECIDE:
+    if is_cast or called(call) in DECIDE or _is_of_numpy(source, call):
         return None
     if _is_of_torch(source, call):
         return call.args[0] if call.args else None
@@ -165,3 +225,7 @@ def _names_device(node: ast.AST) -> bool:
 
 def _is_of_torch(source: Source, call: ast.Call) -> bool:
     return source.full_name(call.func).startswith("torch.")
+
+
+def _is_of_numpy(source: Source, call: ast.Call) -> bool:
+    return source.full_name(call.func).startswith("numpy.")
