@@ -37,6 +37,13 @@ with amp.scale_loss(loss, optimizer) as scaled_loss:
     scaled_loss.backward()
 nn.utils.clip_grad_norm_(teacher.parameters(), 1.0)
 """
+CLIPS = {
+    "from torch.nn.utils import clip_grad_norm_ as clip": "clip",
+    "from torch.nn.utils.clip_grad import clip_grad_value_ as clip": "clip",
+    "from apex.contrib.clip_grad import clip_grad_norm_ as clip": "clip",
+    "import torch.nn.utils as U": "U.clip_grad_norm_",
+    "import torch": "torch.nn.utils.clip_grad.clip_grad_norm_",
+}
 #: A script, its level, and what is found.
 SCRIPTS = {
     "cross entropy by a method": (
@@ -94,6 +101,19 @@ def test_a_model_that_is_not_visibly_another_one(made):
 def test_a_model_that_is_visibly_another_one(made):
     start = "args = parser.parse_args()\nwidth = 8\n"
     assert trained(TEACHER.format(made=f"{start}teacher = {made}")) == {}
+
+
+@pytest.mark.parametrize("imported", CLIPS)
+def test_a_clip_under_every_name(imported):
+    clip = CLIPS[imported]
+    below = f"{imported}\n{CLIP}".replace("nn.utils.clip_grad_norm_", clip)
+    assert trained(below) == {"clip_of_model_params": "error"}
+    inside = f"{imported}\n{CLIP}".replace("    nn.utils.clip_grad_norm_(model.parameters()", f"        {clip}(params")
+    assert trained(inside) == {"clip_of_scaled_gradients": "error"}
+
+
+def test_another_function_under_the_name_of_a_clip_is_none():
+    assert trained(f"from lib import find as clip\n{CLIP}".replace("nn.utils.clip_grad_norm_", "clip")) == {}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -11,7 +11,7 @@ from ampcompat.tools.check.branches import asks_for_level, contradict
 from ampcompat.tools.check.calls import calls_by_function
 from ampcompat.tools.check.mistakes import Grade, Mistake
 from ampcompat.tools.check.source import Source, called
-from ampcompat.tools.check.traps.blocks import CLIPS, block_above, blocks_by_function, follows_a_block, yielded
+from ampcompat.tools.check.traps.blocks import block_above, blocks_by_function, clips, follows_a_block, is_clip, yielded
 from ampcompat.tools.check.traps.grades import perhaps_with_masters, with_masters, with_masters_or_scale
 from ampcompat.tools.check.traps.models import is_initialized_by_class
 from ampcompat.tools.check.traps.other_models import is_another_model
@@ -27,7 +27,7 @@ def clip_of_model_params(source: Source) -> Iterator[Mistake]:
     block changes nothing. Clip ``amp.master_params(optimizer)``: right at every level.
     """
     note = "the optimizer steps master parameters, so that this changes nothing; clip amp.master_params(optimizer)"
-    for call in source.calls_named(*CLIPS):
+    for call in clips(source):
         model = _model_of(source, call.args[0]) if call.args else ""
         grade = _grade_of_change(source, call, model) if model else None
         if grade is not None:
@@ -93,7 +93,7 @@ def _does_so_with_masters(source: Source, node: ast.expr | ast.stmt) -> bool:
     """Whether the function around a change of gradients takes masters, for something else than a clip if it is none."""
     for call in source.calls_to("apex.amp.master_params"):
         around = source.parents.get(call)
-        is_for_clip = isinstance(around, ast.Call) and called(around) in CLIPS
+        is_for_clip = isinstance(around, ast.Call) and is_clip(source, around)
         if source.scope(call) is source.scope(node) and (isinstance(node, ast.Call) or not is_for_clip):
             return True
     return False

@@ -8,10 +8,22 @@ from typing import TypeAlias
 
 from ampcompat.tools.check.bindings import dotted
 from ampcompat.tools.check.branches import contradict
-from ampcompat.tools.check.source import Source, once
+from ampcompat.tools.check.source import Source, called, once
 
 CLIPS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_")
 With: TypeAlias = ast.With | ast.AsyncWith
+
+
+@once
+def clips(source: Source) -> list[ast.Call]:
+    """The calls that clip gradients, under whatever name the file imports the function."""
+    return [call for call in source.calls if is_clip(source, call)]
+
+
+def is_clip(source: Source, call: ast.Call) -> bool:
+    """Whether a call clips gradients."""
+    imported = source.full_name(call.func).rpartition(".")[2]
+    return called(call) in CLIPS or imported in CLIPS
 
 
 def follows_a_block(source: Source, node: ast.expr | ast.stmt) -> bool:

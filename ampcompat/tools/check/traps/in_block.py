@@ -10,7 +10,7 @@ from ampcompat.tools.check.branches import contradict
 from ampcompat.tools.check.calls import Definition, calls_by_function, function_of
 from ampcompat.tools.check.mistakes import Mistake
 from ampcompat.tools.check.source import Source, argument, called, once
-from ampcompat.tools.check.traps.blocks import CLIPS, With, blocks_by_function
+from ampcompat.tools.check.traps.blocks import With, blocks_by_function, clips, is_clip
 from ampcompat.tools.check.traps.grades import with_masters_or_scale, with_scale
 
 #: Calls of functions in functions that are followed until a step is given up.
@@ -31,11 +31,11 @@ def clip_of_scaled_gradients(source: Source) -> Iterator[Mistake]:
 
 def _clips(source: Source, block: With, call: ast.Call) -> bool:
     """Whether a call in a block clips gradients, itself or by functions of the same file."""
-    if called(call) in CLIPS and call.args:
+    if is_clip(source, call) and call.args:
         return True
     function = function_of(source, call)
-    clips = _clips_by_function(source).get(function, []) if function is not None else []
-    return any(not contradict(source, block, clip) for clip in clips)
+    found = _clips_by_function(source).get(function, []) if function is not None else []
+    return any(not contradict(source, block, clip) for clip in found)
 
 
 @once
@@ -45,13 +45,13 @@ def _clips_by_function(source: Source) -> dict[ast.AST, list[ast.Call]]:
     A function with a block of its own is left out: it may clip after that.
     """
     found: dict[ast.AST, list[ast.Call]] = {}
-    for clip in source.calls_named(*CLIPS):
+    for clip in clips(source):
         if clip.args:
             waiting = [source.scope(clip)]
             for function in waiting:  # grows on the way
-                clips = found.setdefault(function, [])
-                if function not in blocks_by_function(source) and clip not in clips:
-                    clips.append(clip)
+                known = found.setdefault(function, [])
+                if function not in blocks_by_function(source) and clip not in known:
+                    known.append(clip)
                     waiting += map(source.scope, calls_by_function(source).get(function, []))
     return found
 

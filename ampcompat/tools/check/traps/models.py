@@ -10,7 +10,7 @@ from ampcompat.tools.check.branches import contradict
 from ampcompat.tools.check.calls import class_around
 from ampcompat.tools.check.settings import initializations
 from ampcompat.tools.check.source import Source, argument, once
-from ampcompat.tools.check.traps.blocks import CLIPS
+from ampcompat.tools.check.traps.blocks import clips
 
 
 def is_initialized_by_class(source: Source, node: ast.AST, model: str) -> bool:
@@ -38,8 +38,9 @@ def is_initialized_by_class(source: Source, node: ast.AST, model: str) -> bool:
 def _classes_that_clip_masters(source: Source) -> set[ast.ClassDef | None]:
     """The classes with a clip of ``amp.master_params(optimizer)``."""
     masters = source.calls_to("apex.amp.master_params")
-    clips = source.calls_named(*CLIPS)
-    return {class_around(source, clip) for clip in clips if any(call in source.within(clip) for call in masters)}
+    return {
+        class_around(source, clip) for clip in clips(source) if any(call in source.within(clip) for call in masters)
+    }
 
 
 @once
