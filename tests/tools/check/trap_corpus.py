@@ -246,6 +246,16 @@ TRUE = {
         "misspelt_level",
         APEX + 'amp.initialize(model, opt, opt_level="02", loss_scale=1.0)\n',
     ),
+    "level in lower case": ("misspelt_level", APEX + INIT.format('"o1"')),
+    "level in lower case, by a name": ("misspelt_level", APEX + 'level = "o2"\n' + INIT.format("level")),
+    "level in lower case, by an option": (
+        "misspelt_level",
+        APEX + OPTION.replace("O1", "o1") + INIT.format("args.opt_level"),
+    ),
+    "level beyond the last": ("misspelt_level", APEX + INIT.format('"O6"')),
+    "level that is a dtype": ("misspelt_level", APEX + INIT.format('"fp16"')),
+    "level without the letter": ("misspelt_level", APEX + INIT.format('"2"')),
+    "level that is a number": ("misspelt_level", APEX + INIT.format("2")),
     "O2 as enabled": ("level_as_enabled", APEX + 'model, opt = amp.initialize(model, opt, "O2")\n'),
     "O2 as enabled, O3 by name": (
         "level_as_enabled",
@@ -505,6 +515,19 @@ FALSE = {
         '"O2", master_weights=False', "nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
     ),
     "a fill in bfloat16": APEX + ATTENTION.format("scores = scores.masked_fill(mask, -1e9)") + INIT.format('"O4"'),
+    "a level that stands for none": APEX
+    + OPTION.replace("O1", "off")
+    + 'if args.opt_level != "off":\n    '
+    + INIT.format("args.opt_level"),
+    "a level that is replaced": APEX
+    + OPTION.replace("O1", "")
+    + 'args.opt_level = args.opt_level or "O1"\n'
+    + INIT.format("args.opt_level"),
+    "a number for none": APEX
+    + OPTION.replace('"O1"', "0")
+    + "if args.opt_level:\n    "
+    + INIT.format("args.opt_level"),
+    "a level where amp is off": APEX + INIT.format('"o1", enabled=False'),
     "O1 as enabled": APEX + 'model, opt = amp.initialize(model, opt, "O1")\n',
     "O2 as enabled and by name": APEX + 'model, opt = amp.initialize(model, opt, "O2", opt_level="O2")\n',
     "enabled as it is meant": APEX + 'model, opt = amp.initialize(model, opt, True, opt_level="O2")\n',

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
+import re
 from collections.abc import Iterator
 
 from ampcompat.tools.check.assigned import value_above
 from ampcompat.tools.check.bindings import dotted
+from ampcompat.tools.check.branches import conditions
 from ampcompat.tools.check.findings import ERROR, WARNING
 from ampcompat.tools.check.mistakes import Mistake
 from ampcompat.tools.check.settings import DEFAULT_LEVEL, initializations
@@ -16,19 +19,39 @@ from ampcompat.tools.level_table import LEVELS
 
 #: The keys of ``amp.state_dict()`` begin so.
 OWN_KEYS = "loss_scaler"
+#: What is meant as a level, also where it is a default.
+DIGITS = range(10)
+LIKE_A_LEVEL = re.compile("[oO0]?[0-9]")
 
 
 def misspelt_level(source: Source) -> Iterator[Mistake]:
-    """``opt_level="01"``: the prefix is the letter O. ``initialize`` refuses the digit zero."""
-    misspelt = {f"0{name[1:]}": name for name in LEVELS}
-    for call in initializations(source):
+    """``opt_level="01"``, ``"o1"`` or ``1``: the prefix is the letter O. ``initialize`` refuses what names no level."""
+    for call, initialization in initializations(source).items():
         level = argument(call, 3, "opt_level")
-        if level is None:
+        if level is None or initialization.is_off:
             continue
         given = values_of(source, level).looked_up(options(source)).usual
-        if isinstance(given, str) and given in misspelt:
-            note = f'opt_level="{given}" starts with a zero and is refused; write the letter: "{misspelt[given]}"'
+        if not isinstance(given, str) and given not in DIGITS:
+            continue
+        meant = f"O{str(given).lstrip('oO0') or '0'}"
+        if given == f"0{meant[1:]}" and meant in LEVELS:
+            note = f'opt_level="{given}" starts with a zero and is refused; write the letter: "{meant}"'
             yield Mistake(level, note, ERROR)
+        elif _names_no_level(given, level) and not _is_tested(source, call, level):
+            fix = f'"{meant}"' if meant in LEVELS else f"one of {', '.join(LEVELS)}"
+            yield Mistake(level, f"opt_level={json.dumps(given)} is no level and is refused; write {fix}", ERROR)
+
+
+def _names_no_level(given: object, level: ast.expr) -> bool:
+    """Whether a value that stands for the level is none; a default such as ``"off"`` may be replaced before."""
+    is_literal = isinstance(level, ast.Constant)
+    return given not in LEVELS and (is_literal or LIKE_A_LEVEL.fullmatch(str(given)) is not None)
+
+
+def _is_tested(source: Source, call: ast.Call, level: ast.expr) -> bool:
+    """Whether a test around a call asks what the level is."""
+    name = dotted(level).rpartition(".")[2]
+    return bool(name) and any(name in test for test, _ in conditions(source, call))
 
 
 def level_as_enabled(source: Source) -> Iterator[Mistake]:
