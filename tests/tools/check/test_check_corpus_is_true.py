@@ -88,6 +88,7 @@ def run(name, code):
 
 RAISES = {
     "loss_id_out_of_range": "loss_id=",
+    "wrapped_before_initialize": "already wrapped",
     "whole_checkpoint": "Unexpected key",
     "step_in_block": "inside its scale_loss block",
     "level_as_enabled": "enabled",

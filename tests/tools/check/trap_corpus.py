@@ -101,6 +101,7 @@ def with_critic(after, models=MODELS):
 
 
 UPDATE = "def update(loss, optimizer):\n    optimizer.step()\n"
+WRAP = "model = nn.DataParallel(model)\n"
 LISTED = "params = [p for p in model.parameters() if p.requires_grad]\n"
 TIMM = (
     APEX
@@ -182,6 +183,26 @@ TRUE = {
     "O2 as enabled, by an option": (
         "level_as_enabled",
         APEX + OPTION.replace("O1", "O2") + "model, opt = amp.initialize(model, opt, args.opt_level)\n",
+    ),
+    "wrapped in DataParallel before": ("wrapped_before_initialize", APEX + WRAP + INIT.format('"O1"')),
+    "wrapped in a list before": (
+        "wrapped_before_initialize",
+        APEX + WRAP.replace("(model)", "(model).cpu()") + INIT.format('"O0"').replace("(model", "([model]"),
+    ),
+    "wrapped in the call": (
+        "wrapped_before_initialize",
+        APEX + INIT.format('"O2"').replace("(model", "(nn.parallel.DataParallel(model)"),
+    ),
+    "wrapped by a class of that name": (
+        "wrapped_before_initialize",
+        APEX
+        + "class DistributedDataParallel(nn.Sequential):\n    pass\n"
+        + "model = DistributedDataParallel(model)\n"
+        + INIT.format('"O1"'),
+    ),
+    "wrapped before in some runs": (
+        "wrapped_before_initialize",
+        APEX + f"if n > 1:\n    {WRAP}if fp:\n    {INIT.format(repr('O1'))}",
     ),
     "loss_id beyond num_losses": (
         "loss_id_out_of_range",
@@ -368,6 +389,7 @@ TRUE = {
 
 #: What is a warning, because the snippet does not prove it.
 WARNED = (
+    "wrapped before in some runs",
     "a second loss that reaches the first model at O2",
     "a second loss without a block at O2",
     "gradients divided by a function that is called after the block",
@@ -474,6 +496,18 @@ FALSE = {
             scores = scores - 1e30 * mask
         """,
     ),
+    "wrapped after": APEX + INIT.format('"O1"') + WRAP,
+    "wrapped before and taken out": APEX + WRAP + "model = model.module\n" + INIT.format('"O1"'),
+    "wrapped before, and the module given": APEX + WRAP + INIT.format('"O1"').replace("(model", "(model.module"),
+    "wrapped before and replaced": APEX + WRAP + "model, n = model.module, 1\n" + INIT.format('"O1"'),
+    "wrapped in the other branch": APEX + f"if not fp:\n    {WRAP}if fp:\n    {INIT.format(repr('O1'))}",
+    "wrapped before the initialize of native_amp": START + "import native_amp as amp\n" + WRAP + INIT.format('"O1"'),
+    "wrapped where amp is off": APEX + WRAP + INIT.format('"O1", enabled=False'),
+    "another model wrapped before": APEX + WRAP.replace("model", "other", 1) + INIT.format('"O1"'),
+    "wrapped by a class of the file": APEX
+    + "class DataParallel(nn.Sequential):\n    pass\n"
+    + WRAP.replace("nn.", "")
+    + INIT.format('"O1"'),
     "loss_id of one of two calls": APEX
     + INIT.format('"O1"')
     + INIT.format('"O1", num_losses=2')

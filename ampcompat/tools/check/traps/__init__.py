@@ -13,6 +13,7 @@ Trap = Callable[[Source], Iterator[Mistake]]
 TRAPS: tuple[Trap, ...] = (
     arguments.misspelt_level,
     arguments.level_as_enabled,
+    arguments.wrapped_before_initialize,
     arguments.loss_id_out_of_range,
     arguments.whole_checkpoint,
     after_block.clip_of_model_params,

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 
 from ampcompat.tools.check.assigned import value_above
 from ampcompat.tools.check.bindings import dotted
-from ampcompat.tools.check.branches import conditions
+from ampcompat.tools.check.branches import conditions, contradict
 from ampcompat.tools.check.findings import ERROR, WARNING
 from ampcompat.tools.check.mistakes import Mistake
 from ampcompat.tools.check.settings import DEFAULT_LEVEL, initializations
-from ampcompat.tools.check.source import SCALE_LOSS, Source, argument
+from ampcompat.tools.check.source import SCALE_LOSS, Source, argument, called
+from ampcompat.tools.check.traps.models import RETURN_MODEL
 from ampcompat.tools.check.values import options, values_of
 from ampcompat.tools.level_table import LEVELS
 
@@ -71,6 +72,48 @@ def level_as_enabled(source: Source) -> Iterator[Mistake]:
             note = f"the third parameter is enabled: {DEFAULT_LEVEL} is in force, and the name of another level is"
             note += f" refused; write opt_level={dotted(third)}"
             yield Mistake(third, note, WARNING)
+
+
+def wrapped_before_initialize(source: Source) -> Iterator[Mistake]:
+    """``model = DataParallel(model)`` above ``amp.initialize(model, ...)``, which refuses wrapped models."""
+    if source.bindings.is_native:  # it takes them
+        return
+    for call, initialization in initializations(source).items():
+        given = argument(call, 0, "models")
+        models = given.elts if isinstance(given, ast.List | ast.Tuple) else [given]
+        for model in [] if initialization.is_off else models:
+            value = _last_value(source, call, model) if isinstance(model, ast.Name) else model
+            wrapper = _wrapper(source, value)
+            if value is None or not wrapper or contradict(source, value, call):
+                continue
+            is_certain = conditions(source, value) <= conditions(source, call)
+            note = f"the model is already wrapped in {wrapper} and is refused; initialize it first, and wrap what"
+            note += " amp.initialize returns"
+            yield Mistake(call, note if is_certain else f"in some runs {note}", ERROR if is_certain else WARNING)
+
+
+def _last_value(source: Source, call: ast.Call, name: ast.Name) -> ast.expr | None:
+    """What a name is given above a call, if nothing else than a plain assignment gives it something afterwards."""
+    value = value_above(source, name)
+    last = 0 if value is None else value.end_lineno or 0
+    first = getattr(source.statement(call), "lineno", 0)
+    for other in source.kind(ast.Name):
+        is_bound = other.id == name.id and isinstance(other.ctx, ast.Store)
+        if is_bound and last < other.lineno < first and source.scope(other) is source.scope(call):
+            return None
+    return value
+
+
+def _wrapper(source: Source, value: ast.expr | None) -> str:
+    """The wrapper that ``initialize`` refuses, if an expression makes one: a class by its name, or torch's."""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and called(value) in RETURN_MODEL:
+        value = value.func.value
+    if not isinstance(value, ast.Call):
+        return ""
+    function = source.full_name(value.func) or dotted(value.func)
+    name = function.rpartition(".")[2]
+    is_of_torch = name == "DataParallel" and function.startswith("torch.")
+    return name if name == "DistributedDataParallel" or is_of_torch else ""
 
 
 def _level_named(source: Source, node: ast.expr) -> str:

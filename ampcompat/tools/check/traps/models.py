@@ -12,6 +12,9 @@ from ampcompat.tools.check.settings import initializations
 from ampcompat.tools.check.source import Source, argument, once
 from ampcompat.tools.check.traps.blocks import clips
 
+#: Methods of a model that return it.
+RETURN_MODEL = ("cuda", "cpu", "to", "float", "train", "eval")
+
 
 def is_initialized_by_class(source: Source, node: ast.AST, model: str) -> bool:
     """Whether ``node`` is code of a method, for runs in which its class has given ``model`` to ``amp.initialize``.

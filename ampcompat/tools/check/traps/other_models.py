@@ -9,11 +9,9 @@ from ampcompat.tools.check.bindings import dotted
 from ampcompat.tools.check.calls import class_around, function_of
 from ampcompat.tools.check.settings import initializations
 from ampcompat.tools.check.source import Source, called, once
-from ampcompat.tools.check.traps.models import models_of
+from ampcompat.tools.check.traps.models import RETURN_MODEL, models_of
 from ampcompat.tools.check.values import given_values
 
-#: Methods of a model that return it.
-RETURN_MODEL = ("cuda", "cpu", "to", "float", "train", "eval")
 #: Methods of a model that hand out neither it nor a part of it that ``amp.initialize`` takes.
 HAND_OUT_NO_MODEL = ("parameters", "named_parameters", "zero_grad", "state_dict", "load_state_dict")
 WRAPPERS = ("DataParallel", "DistributedDataParallel")
