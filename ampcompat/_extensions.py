@@ -3,3 +3,6 @@
 from typing import Final
 
 EXTENSIONS: Final = ("amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")
+
+#: Those that apex had, too, and that are not found here.
+NOT_FOUND: Final = ("mlp_cuda", "syncbn", "fused_dense_cuda", "fused_lamb_cuda", "xentropy_cuda")

@@ -10,15 +10,17 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from ampcompat._extensions import EXTENSIONS
+from ampcompat._extensions import EXTENSIONS, NOT_FOUND
 from ampcompat.tools.check.bindings import NATIVE, Bindings, Function, dotted, parameters
 from ampcompat.tools.check.findings import Finding
 from ampcompat.tools.check.symbols import ON_OPTIMIZERS
 
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 SCALE_LOSS = ("apex.amp.scale_loss", "apex.amp.handle.scale_loss")
+#: ``syncbn`` is left out: texts about other packages have it.
+COMPILED = (*EXTENSIONS, *(name for name in NOT_FOUND if name != "syncbn"))
 #: What a text that uses apex has in it: a name of it, or of what it leaves on optimizers, or an ``ApexScaler``.
-MENTIONS = ("apex", "Apex", "ampcompat", NATIVE, *EXTENSIONS, *ON_OPTIMIZERS)
+MENTIONS = ("apex", "Apex", "ampcompat", NATIVE, *COMPILED, *ON_OPTIMIZERS)
 Node = TypeVar("Node", bound=ast.AST)
 #: ``try``, and from Python 3.11 on the one with ``except*``.
 _TRY_STAR: type[ast.AST] = getattr(ast, "TryStar", ast.Try)
@@ -33,6 +35,7 @@ ARITHMETIC: dict[type[ast.operator], Callable[[float, float], Any]] = {
     ast.Mult: operator.mul,
     ast.Pow: operator.pow,
 }
+FLOATS = ("float", "np.float32", "numpy.float32", "np.float64", "numpy.float64")
 #: What parsing hostile text raises: bad syntax, null bytes, nesting too deep for the parser or for us.
 UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 P = ParamSpec("P")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampcompat._extensions import EXTENSIONS
+from ampcompat._extensions import EXTENSIONS, NOT_FOUND
 from ampcompat.tools.check.bindings import apex_name, dotted
 from ampcompat.tools.check.findings import DIFFERS, NOTE, UNSUPPORTED, WORKS, Finding
 from ampcompat.tools.check.libraries import uses_of_apex
@@ -13,8 +13,13 @@ from ampcompat.tools.check.source import TRIES, Source, once
 from ampcompat.tools.check.symbols import ON_OPTIMIZERS, canonical, verdict
 
 PROBES = ("find_spec", "import_module", "__import__", "version", "get_distribution")
+#: The probes that raise for what they do not find.
+IMPORTS = ("import_module", "__import__")
 ATTRIBUTES = ("hasattr", "getattr", "setattr", "delattr")
 FAILS = "the import fails here, so that the script does as it does without apex"
+MISSING = (
+    "ampcompat has no such extension: the import raises ModuleNotFoundError; import it inside try, with a fallback"
+)
 FOUND = "the probe finds ampcompat, each use of it is refused"
 OF_LIBRARY = (
     "the library imports apex itself: start the script with `ampcompat run`, or call ampcompat.install_as_apex() above"
@@ -31,6 +36,7 @@ def symbols_of(source: Source) -> list[Finding]:
         elif (symbol := _used(source, node)) is not None and not _is_of_native_amp(source, symbol):
             found.append(_symbol(source, node, symbol))
     found += [f for call in source.calls_named(*PROBES) if (f := _probe(source, call)) is not None]
+    found += _missing_extensions(source)
     found += _left_on_optimizers(source)
     found += [source.finding(node, "symbol", name, DIFFERS, OF_LIBRARY) for node, name in uses_of_apex(source)]
     # Two mentions on one line (`amp.initialize(amp.x)`) stay two only when they name different symbols.
@@ -112,6 +118,22 @@ def _probe(source: Source, call: ast.Call) -> Finding | None:
     level, note = verdict(first.value)
     note = note or "asked for by name: answered under `ampcompat run` or install_as_apex()"
     return source.finding(call, "symbol", canonical(first.value), NOTE if level == WORKS else level, note)
+
+
+def _missing_extensions(source: Source) -> Iterator[Finding]:
+    """Imports, also by name, of what apex compiled and ampcompat does not have."""
+    named: list[tuple[ast.AST, object]] = []
+    named += [(node, alias.name) for node in source.kind(ast.Import) for alias in node.names]
+    for call in source.calls_named(*IMPORTS):
+        if call.args and isinstance(call.args[0], ast.Constant):
+            named.append((call, call.args[0].value))
+    for node, name in named:
+        if name not in NOT_FOUND:
+            continue
+        if _guarded(source, node):
+            yield source.finding(node, "symbol", str(name), DIFFERS, f"imported inside try: {FAILS}")
+        else:
+            yield source.finding(node, "symbol", str(name), UNSUPPORTED, MISSING)
 
 
 def _left_on_optimizers(source: Source) -> Iterator[Finding]:

@@ -1,11 +1,14 @@
 """Which symbols the check reports, under every way of importing them, and with which verdict."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from ampcompat._extensions import NOT_FOUND
 from ampcompat.tools.check import scan, scan_source
 from ampcompat.tools.check.symbols import MODULES, SYMBOLS, canonical, verdict
 
@@ -181,6 +184,26 @@ def test_what_is_said_to_fail_does(name):
     module, _, attribute = name.rpartition(".")
     with pytest.raises(ImportError):
         exec(f"from ampcompat.{module} import {attribute}", {})
+
+
+@pytest.mark.parametrize("code", ["import {} as x", "import torch, {}", "x = import_module('{}')", "__import__('{}')"])
+@pytest.mark.parametrize("name", NOT_FOUND)
+def test_an_extension_that_is_not_found(name, code):
+    code = code.format(name)
+    assert symbols(f"import apex_C\n{code}") == {"apex_C": "works", name: "unsupported"}
+    assert symbols(f"import apex_C\ntry:\n    {code}\nexcept ImportError:\n    x = None\n")[name] == "differs"
+
+
+def test_an_extension_that_is_not_found_in_a_file_without_other_names_of_apex():
+    assert symbols("import xentropy_cuda") == {"xentropy_cuda": "unsupported"}
+    assert symbols("import syncbn") == {}  # of apex, or a module beside the script
+    assert symbols("import apex_C\nfrom .xentropy_cuda import f\nimport my.mlp_cuda") == {"apex_C": "works"}
+
+
+def test_the_page_lists_the_extensions_that_are_not_found():
+    page = Path(__file__).parents[3] / "docs" / "namespace.md"
+    rows = re.findall(r"\| `(\w+)` \|  \| the module is not found \|", page.read_text("utf-8"))
+    assert sorted(rows) == sorted(NOT_FOUND)
 
 
 def test_unknown_symbols_of_a_known_module():
