@@ -316,7 +316,10 @@ def argument(call: ast.Call, position: int, keyword: str) -> ast.expr | None:
 
 
 def number(node: ast.AST | None, depth: int = 4) -> float | None:
-    """The value of a numeric literal, or of literals that are computed with, as in ``-2**32 + 1``; else None."""
+    """The value of a numeric literal, or of literals that are computed with, as in ``-2**32 + 1``; else None.
+
+    ``float("-1e9")`` is one, too.
+    """
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         try:
             return float(node.value)
@@ -328,7 +331,19 @@ def number(node: ast.AST | None, depth: int = 4) -> float | None:
     if depth and isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
         left, right = number(node.left, depth - 1), number(node.right, depth - 1)
         return None if left is None or right is None else _computed(node.op, left, right)
+    if depth and isinstance(node, ast.Call) and dotted(node.func) in FLOATS and len(node.args) == 1:
+        return _as_float(node.args[0], depth - 1)
     return None
+
+
+def _as_float(node: ast.expr, depth: int) -> float | None:
+    """What ``float`` makes of a literal, or of a text; None where that is not known."""
+    if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+        return number(node, depth)
+    try:
+        return float(node.value)
+    except ValueError:
+        return None
 
 
 def _computed(op: ast.operator, left: float, right: float) -> float | None:

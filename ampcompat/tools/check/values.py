@@ -44,7 +44,7 @@ def values_of(source: Source, node: ast.expr | None, most_names: int = MOST_NAME
     """What an expression of a file may be."""
     if isinstance(node, ast.Constant):
         return Values.only(node.value)
-    if isinstance(node, ast.UnaryOp | ast.BinOp) and (computed := number(node)) is not None:
+    if isinstance(node, ast.UnaryOp | ast.BinOp | ast.Call) and (computed := number(node)) is not None:
         return Values.only(computed)
     if isinstance(node, ast.IfExp):
         return _either(values_of(source, node.body, most_names), values_of(source, node.orelse, most_names))

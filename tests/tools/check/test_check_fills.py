@@ -2,6 +2,7 @@
 
 import textwrap
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -41,6 +42,10 @@ RAISE = [
     "s.masked_fill(m, -2**32 + 1)",
     "s.masked_fill(m, torch.finfo(torch.float32).min)",
     "s.masked_fill(m, LOW)",
+    "s.masked_fill(m, float(-1e10))",
+    "s.masked_fill(m, float('-1e10'))",
+    "s.masked_fill(m, -float(1e10))",
+    "s.masked_fill(m, np.float32(-1e10))",
 ]
 #: In these the value becomes inf, or some torch refuses it.
 BECOME_INF = [
@@ -52,6 +57,8 @@ BECOME_INF = [
     "torch.where(m, s, -1e10)",
     "torch.where(m, -1e10, s)",
     "s.where(m, -1e10)",
+    "(1 - m.to(s.dtype)) * -1e10",
+    "1e10 * (1.0 - m.int().to(dtype=s.dtype))",
 ]
 #: Statements in which it does.
 ITEMS = ["s[m] = -1e10", "s[~m] = -1e10", "s[:, s[0] == 0] = -1e10", "s[0] = -1e10", "s[m] -= 1e10"]
@@ -65,6 +72,7 @@ def names():
         "w": torch.zeros(2, 2),
         "m": torch.tensor([[True, False], [False, False]]),
         "i": torch.tensor([0]),
+        "np": np,
         "torch": torch,
         "F": F,
         "LOW": -1e9,
@@ -129,6 +137,30 @@ def test_the_default_of_a_parameter(parameters):
     assert [f.name for f in scan_source(code) if f.kind != "symbol"] == ["overflowing_fill"]
 
 
+KEPT = """
+class Net(torch.nn.Module):
+    LOW = -1e9
+    def __init__(self, low=-1e9, high=1e4):
+        self.low, self.high, self.lowest = low, high, float("-1e9")
+    def forward(self, s, m):
+        return s.masked_fill(m, {})
+class Other:
+    LOW = -1e4
+"""
+
+
+@pytest.mark.parametrize("value", ["self.LOW", "Net.LOW", "self.low", "self.lowest"])
+def test_a_value_that_a_class_keeps(value):
+    found = scan_source(f"{HEAD}{INITIALIZE}{KEPT.format(value)}")
+    assert [f.name for f in found if f.kind != "symbol"] == ["overflowing_fill"]
+
+
+@pytest.mark.parametrize("value", ["self.high", "Other.LOW", "self.other", "Missing.LOW", "other.low"])
+def test_a_value_that_a_class_does_not_keep_or_that_fits(value):
+    found = scan_source(f"{HEAD}{INITIALIZE}{KEPT.format(value)}")
+    assert [f.name for f in found if f.kind != "symbol"] == []
+
+
 def test_an_item_of_what_forward_is_given():
     code = f"{HEAD}{INITIALIZE}def forward(self, s, m):\n    s[m] = -1e10\n"
     assert [f.name for f in scan_source(code) if f.kind != "symbol"] == ["overflowing_fill"]
@@ -161,6 +193,11 @@ RIGHT = [
     "i = i.clamp(min=0)\ny = i.new_full((2,), 100000)\nz = i != 102",
     "y = torch.arange(4).clamp(max=100000)",
     "y = torch.randint(4, (2,))\ny[y == 0] = 100000",
+    "y = (1 - w.float()) * -1e10",
+    "y = (1 - i.to(device)) * 100000",
+    "y = (2 - i.to(s.dtype)) * 1e10",
+    "y = s.masked_fill(m, float(n))",
+    "y = s.masked_fill(m, float('x'))",
 ]
 #: Nothing here shows that the tensor is float32, or of integers.
 MAY_BE_HALF = [

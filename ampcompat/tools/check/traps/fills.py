@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ampcompat.tools.check.assigned import value_above
 from ampcompat.tools.check.bindings import dotted
 from ampcompat.tools.check.branches import is_not_half
+from ampcompat.tools.check.calls import class_around
 from ampcompat.tools.check.findings import ERROR, WARNING
 from ampcompat.tools.check.mistakes import Grade, Mistake
 from ampcompat.tools.check.settings import Setting
@@ -24,7 +25,7 @@ from ampcompat.tools.check.traps.half import (
     names_half,
     words,
 )
-from ampcompat.tools.check.values import values_of
+from ampcompat.tools.check.values import given_values, values_of
 
 LARGEST_HALF = 65504.0
 LARGEST_FLOAT = 3.4e38
@@ -146,12 +147,28 @@ def _number(source: Source, node: ast.expr) -> float | None:
     limit = _float32_limit(node)
     if limit is not None:
         return limit
+    if isinstance(node, ast.Attribute):
+        node = _kept_by_class(source, node) or node
     default = source.default_of(node.id, node) if isinstance(node, ast.Name) else None
     if default is not None:
         return number(default)
     given = values_of(source, node)
     usual = given.usual
     return number(ast.Constant(usual)) if isinstance(usual, int | float) and not given.is_open else None
+
+
+def _kept_by_class(source: Source, node: ast.Attribute) -> ast.expr | None:
+    """What a class gives an attribute: ``self.low = low`` of one method, or else ``low = -1e9`` of its body."""
+    kept = given_values(source).get(dotted(node), [])
+    if kept:
+        return kept[0] if len(kept) == 1 else None
+    owner = dotted(node.value)
+    named = [found for found in source.kind(ast.ClassDef) if found.name == owner]
+    classes = [class_around(source, node)] if owner == "self" else named
+    statements = [statement for found in classes if found is not None for statement in found.body]
+    assigned = [statement for statement in statements if isinstance(statement, ast.Assign)]
+    constants = [statement.value for statement in assigned if node.attr in map(dotted, statement.targets)]
+    return constants[0] if len(constants) == 1 else None
 
 
 def _float32_limit(node: ast.expr) -> float | None:
@@ -256,5 +273,22 @@ def _in_products_with_masks(source: Source) -> Iterator[Fill]:
     for node in source.kind(ast.BinOp):
         if isinstance(node.op, ast.Mult):
             for value, mask in ((node.right, node.left), (node.left, node.right)):
-                if _overflows(source, value) and has(source, mask, _is_called_mask):
+                if _overflows(source, value) and (
+                    has(source, mask, _is_called_mask) or _is_inverted_mask(source, mask)
+                ):
                     yield Fill(node, value, mask, is_refused=False)
+
+
+def _is_inverted_mask(source: Source, node: ast.expr) -> bool:
+    """Whether an expression is ``1 - m.to(scores.dtype)``: a mask in the dtype of another tensor."""
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Sub) or number(node.left) != 1:
+        return False
+    return has(source, node.right, _is_cast_like_a_tensor)
+
+
+def _is_cast_like_a_tensor(node: ast.AST) -> bool:
+    """Whether a node is ``m.to(scores.dtype)``, or ``m.to(dtype=scores.dtype)``."""
+    if not isinstance(node, ast.Call) or called(node) != "to":
+        return False
+    given = [*node.args, *(keyword.value for keyword in node.keywords)]
+    return any(isinstance(value, ast.Attribute) and value.attr == "dtype" for value in given)
