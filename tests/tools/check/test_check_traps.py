@@ -87,12 +87,13 @@ NOT_VISIBLY_ANOTHER = [
     "teacher = nn.Linear(8, 8)\nmodel.head = teacher",
     "backbone = nn.Linear(8, 8)\nmodel = Net(backbone)\nteacher = Net(backbone)",
     "teacher, other = make_both()",
+    "teacher = Net(torch_parts.backbone)",
 ]
 
 
 @pytest.mark.parametrize("made", NOT_VISIBLY_ANOTHER)
 def test_a_model_that_is_not_visibly_another_one(made):
-    assert trained(TEACHER.format(made=made)) == {"clip_of_model_params": "error"}
+    assert trained(TEACHER.format(made=f"import torch_parts\n{made}")) == {"clip_of_model_params": "error"}
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ WRAPPERS = ("DataParallel", "DistributedDataParallel")
 
 @once
 def is_another_model(source: Source, node: ast.AST, model: str) -> bool:
-    """Whether a name means a model that is made in the file of no other one, and that nothing else is given.
+    """Whether a name means a model that the file makes of no other one, and hands to nothing.
 
-    Neither ``amp.initialize`` can have got it then, nor a model that it got.
+    Then ``amp.initialize`` cannot have got it, and no model that it got can have a part in common with it.
     """
     values = given_values(source).get(model, [])
     if not values or not initializations(source) or source.is_parameter(model, node):
@@ -47,7 +47,7 @@ def _is_made_alone(source: Source, value: ast.expr, model: str) -> bool:
 
 def _is_no_model(source: Source, name: ast.Name) -> bool:
     """Whether a name means a part of torch, a literal, or the options of a command line."""
-    if source.full_name(name).startswith("torch"):
+    if source.full_name(name).partition(".")[0] == "torch":
         return True
     values = given_values(source).get(name.id, [])
     options = [isinstance(value, ast.Call) and called(value) == "parse_args" for value in values]
