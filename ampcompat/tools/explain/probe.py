@@ -187,8 +187,13 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.twins.forget(out)
             return
         origin = self._origin_of(call, out if is_written else None)
-        if origin is None:
-            self._born_of(call, out, result, made, sources)
+        beside_mask = None if origin is None or not origin.is_mask else _lost_beside(call, out)
+        if origin is None or beside_mask is not None:
+            event = self._born_of(call, out, result, made, sources)
+            if beside_mask is not None:
+                twin = self.twins.of(out)
+                event.value = largest((out if twin is None else twin)[beside_mask])
+                event.not_finite = int(beside_mask.sum())
             return
         self.twins.follow(call, result, origin, made.place)
         if _torch.current_node() is not None:
@@ -197,13 +202,13 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             origin.spread = made.place
         self.origins[storage(out)] = origin
 
-    def _born_of(self, call: Call, out: torch.Tensor, result: object, made: Made, sources: list[Made]) -> None:
-        """Note that an op gave ``out`` from finite inputs."""
+    def _born_of(self, call: Call, out: torch.Tensor, result: object, made: Made, sources: list[Made]) -> Event:
+        """Note that an op gave ``out`` from finite inputs, or from some that a mask has written."""
         node = _torch.current_node()
         last = call.inputs[-1] if call.inputs else out
         denominator = call.denominator
         is_cast_by_amp = call.name == "_to_copy" and is_called_by_amp(sys._getframe())
-        self._born(
+        return self._born(
             out,
             COLLECTIVE if call.is_collective else call.name,
             made.place._replace(function="") if is_cast_by_amp else made.place,
@@ -306,6 +311,17 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _kind(event: Event) -> tuple[object, ...]:
     return event.op, event.backward, event.out_of_range, event.is_undefined
+
+
+def _lost_beside(call: Call, out: torch.Tensor) -> torch.Tensor | None:
+    """Where an op that computes each element by itself has lost what was finite in all that it was given, if it has."""
+    is_written = any(tensor is out for tensor in call.inputs)
+    if torch.Tag.pointwise not in call.func.tags or is_written:
+        return None
+    lost = ~torch.isfinite(out)
+    for tensor in call.inputs:
+        lost = lost & torch.isfinite(tensor)
+    return lost if bool(lost.any()) else None
 
 
 def _but_masks(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -90,6 +90,23 @@ def test_a_mask_that_the_model_returns_is_not_why_the_loss_is_nan(capsys):
     assert "std of a single value is NaN" in told
 
 
+def test_a_mask_is_not_why_what_stands_beside_it_becomes_too_large(capsys):
+    """A temperature that is annealed without an end divides what is not masked, too."""
+    temperature = iter(0.5**step for step in range(100))
+
+    def codes(y):
+        masked = y.masked_fill(torch.arange(4) == 3, -torch.inf)
+        return F.softmax(masked / next(temperature), -1)
+
+    class Codes(Net):
+        def forward(self, x):
+            return codes(super().forward(x))
+
+    told, verdict = explained(capsys, Codes(F.relu), "O1", lambda model, x: model(x).pow(2).mean())
+    assert "masked_fill" not in told.replace("masked_fill(torch", "") + verdict
+    assert "div left the range of float16" in told.replace("truediv (aten::div)", "div")
+
+
 def test_a_mask_is_why_the_loss_of_a_forbidden_action_is_infinite(capsys):
     def loss(model, x):
         logits = model(x)
