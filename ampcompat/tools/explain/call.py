@@ -61,8 +61,7 @@ class Call:
     def denominator(self) -> torch.Tensor | None:
         """The tensor that it divides by; None where there is none."""
         name = self.name.removesuffix("_")
-        exponent = self.by_name.get("exponent", 0.0)
-        is_power = name == "pow" and not bool(torch.as_tensor(exponent).lt(0).any())
+        is_power = name == "pow" and not _has_negative(self.by_name.get("exponent"))
         if name not in DIVISIONS or is_power:
             return None
         value = self.by_name.get("other", self.by_name.get("self"))
@@ -152,3 +151,9 @@ class Call:
             return contextlib.nullcontext()
         devices = {tensor.device for tensor in self.inputs if tensor.device.type == "cuda"}
         return torch.random.fork_rng(devices=list(devices))
+
+
+def _has_negative(exponent: object) -> bool:
+    if isinstance(exponent, torch.Tensor):
+        return bool(exponent.lt(0).any())
+    return isinstance(exponent, (int, float)) and exponent < 0

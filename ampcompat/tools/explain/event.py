@@ -43,14 +43,14 @@ class Event:
     not_finite: int  # how many values are inf or NaN
     elements: int  # of how many
     scalars: tuple[float, ...] = ()  # the numbers that the op was given, an eps or the fill of a mask among them
-    zeros: int | None = None  # in what it divides by; None where that is no tensor
+    zeros: int | None = None  # how many the tensor has that it divides by; None where it divides by none
     denominator: Made | None = None  # how that tensor was made
-    is_of_whole: bool = False  # its last input holds whole numbers alone: a count, or a mask
+    is_of_whole: bool = False  # what it divides by, or its last input, holds whole numbers alone: a count, or a mask
     is_of_forward: bool = False  # in backward: its inputs are no gradients, so that the loss scale is not in it
     is_by_number_zero: bool = False  # it divides by a number that is 0
     is_of_nothing: bool = False  # one of its inputs has no elements
     made: list[Made] = field(default_factory=list)  # how its inputs were
-    outside: str = ""  # which tensor of the model, or input, is its first, as in "buffer mean of Net"
+    comes_from: str = ""  # what its first input is, as in "buffer mean of Net"; "" for what an op has made
     unread: frozenset[int] = frozenset()  # storages of weights of the models that ran, which no op had read before
     beyond: list[Beyond] = field(default_factory=list)  # what the value reaches, and half does not hold either
     may_reach_layer: bool = False  # of torch, in the forward; no longer known once it was made finite

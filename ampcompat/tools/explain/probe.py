@@ -54,7 +54,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.made = MadeTensors()
         self.twins = Twins()
         self._hidden: set[int] = set()  # the numbers of events whose inf some op has taken away, as torch.where does
-        self._outside: dict[int, str] = {}  # what the models have and are given, by storage, in words
+        self._outside: dict[int, str] = {}  # in words, by storage: what models are given, and what they hold
         self._weights: set[int] = set()  # storages of those that are parameters
         self._unread: set[int] = set()  # and of those that no op has read yet: these are not why
         self._reduced: set[int] = set()  # what other ranks write into, some time after the collective was called
@@ -221,7 +221,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_by_number_zero="div" in call.name and 0.0 in call.numbers,
             is_of_nothing=any(t.numel() == 0 for t in call.inputs),
             made=sources,
-            outside=self._outside.get(storage(call.inputs[0]), "") if call.inputs else "",
+            comes_from=self._outside.get(storage(call.inputs[0]), "") if call.inputs else "",
             node="" if node is None else node.name(),
             far_rows=far_rows(out, call.inputs, self.inputs) if node is None else "",
         )

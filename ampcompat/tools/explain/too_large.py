@@ -63,9 +63,9 @@ def in_forward(event: Event, setting: Setting) -> list[str]:
 
 def _smaller(event: Event) -> str:
     """For what no op has made: an input, or a tensor that the model holds."""
-    if event.value is None or not event.outside.startswith(("buffer", "parameter")):
+    if event.value is None or not event.comes_from.startswith(("buffer", "parameter")):
         return SMALLER_INPUTS
-    return f"smaller numbers in {event.outside}: it reaches {event.value:.3g}, and float16 ends at {LARGEST:g}"
+    return f"smaller numbers in {event.comes_from}: it reaches {event.value:.3g}, and float16 ends at {LARGEST:g}"
 
 
 def _smaller_exponent(event: Event) -> list[str]:

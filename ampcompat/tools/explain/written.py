@@ -160,9 +160,14 @@ def _of_half(master: Master, rate: object) -> Reason:
 def _of_other_state(name: str, state: torch.Tensor, param: torch.Tensor) -> Reason:
     """Why a weight is lost whose state is not finite."""
     size = _largest_gradient(param)
-    if size is None or size > MODERATE or state.dtype in HALF_DTYPES:
+    if size is None or not size <= MODERATE:  # nor is it for a NaN
         return Reason(f"its {name} is not finite", at_any_rate=False)
-    why = f"its {name} is not finite, though its gradient is (largest {abs(size):.3g})"
+    why = f"its {name} is not finite, though its gradient is (largest {size:.3g})"
+    if state.dtype in HALF_DTYPES:
+        underflows = (
+            f"look at what the optimizer divides by, such as a norm, whose squares are 0 in {dtype_name(state.dtype)}"
+        )
+        return Reason(why, [MASTERS, underflows], at_any_rate=False)
     return Reason(why, ["look at what the optimizer divides by, such as a norm of 0"])
 
 

@@ -438,7 +438,14 @@ def test_a_run_without_a_step_is_told_so(capsys):
     assert last_words()[-1].head == "no step was made: 1 scale_loss block was followed by no optimizer.step()."
 
 
-def test_a_state_that_the_optimizer_itself_spoils(capsys):
+@pytest.mark.parametrize(
+    ("level", "hint"),
+    [
+        ("O1", "look at what the optimizer divides by, such as a norm of 0"),
+        ("O3", "opt_level='O2': its optimizer steps float32 masters"),
+    ],
+)
+def test_a_state_that_the_optimizer_itself_spoils(capsys, level, hint):
     """Its trust ratio is 0 / 0 for a weight and a gradient of 0."""
 
     class Lars(torch.optim.SGD):
@@ -452,14 +459,14 @@ def test_a_state_that_the_optimizer_itself_spoils(capsys):
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     model.gate = nn.Parameter(torch.zeros(8))
-    model, optimizer = amp.initialize(model, Lars(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    model, optimizer = amp.initialize(model, Lars(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
     explain_overflows()
     for _ in range(4):
         optimizer.zero_grad()
         make_step(optimizer, model(WORDS).float().pow(2).mean() + (model.gate * 0).sum())
     told = explanations(capsys.readouterr().err)
     assert "its m is not finite, though its gradient is" in told[0]["why"]
-    assert told[0]["hint"] == "look at what the optimizer divides by, such as a norm of 0"
+    assert told[0]["hint"] == hint
 
 
 def test_a_learning_rate_below_zero_is_named(capsys):
