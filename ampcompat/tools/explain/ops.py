@@ -79,9 +79,9 @@ def _cause_and_key(event: Event, setting: Setting, misuse: Misuse | None) -> tup
     if setting.growth is not None and not stable_form(event):
         return setting.growth.cause, setting.growth.cause
     is_too_large = _is_too_large_unscaled(event, setting.scale)
-    is_at_static_scale = event.depends_on_scale and not setting.dynamic and setting.scale > 1
-    if is_at_static_scale and not is_too_large:
-        scale = in_digits(setting.scale)
+    stays_at_scale = event.depends_on_scale and not setting.comes_down and setting.scale > 1
+    if stays_at_scale and not is_too_large:
+        scale = f"{in_digits(setting.scale)}{', its minimum' if setting.dynamic else ''}"
         return f"the loss scale of {scale}, which is too high for {_cause(event)}", _key(event)
     return _grown(event, setting.scale) or _cause(event), _key(event)
 

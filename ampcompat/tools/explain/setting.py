@@ -20,6 +20,12 @@ class Setting:
     origin: str  # where a parameter or buffer that is not finite may come from, in words; "" where that is not known
     growth: Grown | None  # the weight that the last steps made many times larger, if any
     kept: list[str]  # names of the modules that are kept in float32 already
+    floor: float = 0.0  # what the script lets it come down to
+
+    @property
+    def comes_down(self) -> bool:
+        """Whether the loss scale still comes down."""
+        return self.dynamic and self.scale > self.floor
 
     @property
     def casts_weights(self) -> bool:
@@ -48,4 +54,5 @@ def setting_of(scaler: LossScaler, scale: float, origin: str, growth: Grown | No
         origin=origin,
         growth=growth,
         kept=kept_in_float32(),
+        floor=scaler._min_loss_scale,
     )

@@ -136,6 +136,10 @@ def in_backward(event: Event, setting: Setting) -> list[str]:
         if _is_all_in_loss(event, setting):
             ways = ways[1:] + ways[:1]
         return [*_smaller_exponential(event, plain), *_larger_denominator(event, setting), *ways, *bfloat16(setting)]
+    if setting.dynamic and not setting.comes_down:
+        fits = f"this gradient needs {in_digits(_fits(plain))}, and others may need less"
+        lower = f"no min_loss_scale, or one far below {in_digits(setting.floor)}: {fits}"
+        return [lower, *_gradient_in_float32(event, setting)]
     if not setting.dynamic:
         dynamic = "loss_scale='dynamic': it finds the highest that works, and follows the gradients"
         return [dynamic, *_gradient_in_float32(event, setting)]
@@ -144,16 +148,21 @@ def in_backward(event: Event, setting: Setting) -> list[str]:
 
 def wait_for(event: Event, setting: Setting) -> str:
     """For a gradient that a lower loss scale holds, while the scale comes down; "" for anything else."""
-    if not event.depends_on_scale or not setting.dynamic or event.value is None or stable_form(event):
+    if not event.depends_on_scale or not setting.comes_down or event.value is None or stable_form(event):
         return ""
     plain = event.value / setting.scale
     if plain > LARGEST:
         return ""
-    fits = 2.0 ** math.floor(math.log2(LARGEST / plain)) if plain else setting.scale
+    fits = _fits(plain) if plain else setting.scale
     return (
         f"wait: without the loss scale of {in_digits(setting.scale)} the gradient is {plain:.3g}, and the scale is on"
         f" its way down to {in_digits(fits)}; amp.initialize(..., max_loss_scale={in_digits(fits)}) starts there"
     )
+
+
+def _fits(gradient: float) -> float:
+    """The highest loss scale at which float16 holds ``gradient``."""
+    return 2.0 ** math.floor(math.log2(LARGEST / gradient))
 
 
 def _gradient_in_float32(event: Event, setting: Setting) -> list[str]:

@@ -50,6 +50,11 @@ def static_scale(cure):
     train(model, "O2", lambda m: cross_entropy(m, 200.0), loss_scale=2.0**17 if cure is None else cure[1])
 
 
+def scale_that_cannot_come_down(cure):
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    train(model, "O2", lambda m: cross_entropy(m, 200.0), min_loss_scale=2.0**20 if cure is None else None)
+
+
 def half_too_early(cure):
     if cure is None:
         train(Layers(lambda h: (h.float() * 1e6).half() / 1e3), "O2")
@@ -737,6 +742,7 @@ def squares(cure):
 
 CURES = {
     static_scale: r"loss_scale='(dynamic)'",
+    scale_that_cannot_come_down: r"no min_loss_scale, or one far below 1048576: this gradient needs \d+,",
     half_too_early: r"cast it where it is small again: half\(\) after what makes it smaller; here it reaches",
     vae_in_half: r"\.float\(\) on what goes into exp, and \.half\(\) on what comes of it",
     vae_far_beyond_half: r"\.clamp\(max=(\d+)\) on what goes into exp: it reaches 3\d\S*, and float16 ends",
