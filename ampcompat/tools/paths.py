@@ -13,9 +13,8 @@ def why_not_writable(file: str) -> str:
         return "it is a folder"
     if is_stream(file):
         return "" if os.access(file, os.W_OK) else "it is not allowed to be written"
-    if os.path.abspath(file).startswith(
-        "/dev/"
-    ):  # as /dev/stdout in `> log.txt`: two writers would overwrite each other
+    # As /dev/stdout does in `> log.txt`: two writers would overwrite each other.
+    if os.path.abspath(file).startswith("/dev/"):
         return "it leads to a plain file"
     if not os.path.isdir(folder):
         return "its folder does not exist"

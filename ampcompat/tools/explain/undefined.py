@@ -144,7 +144,7 @@ _UNDEFINED = (
         "a division by zero{zeros}: add an eps inside, as in torch.rsqrt(... + {eps})",
     ),
     _Cure(
-        lambda event: _divides(event),
+        _divides,
         "a division by zero{zeros}: add an eps to the denominator, as in / (... + {eps})",
     ),
     _Cure(

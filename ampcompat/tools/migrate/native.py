@@ -253,9 +253,8 @@ class _Rewriting:
             parent = self.source.parents.get(node)
             if node.id not in bound or isinstance(parent, ast.Attribute) or self.source.apex(node) != "apex":
                 continue  # of another name, or a parameter of that name
-            is_handed_on = isinstance(node.ctx, ast.Load) and not isinstance(
-                parent, _TESTS
-            )  # as in hasattr(apex, "amp")
+            # As in hasattr(apex, "amp"): native_amp has no such part.
+            is_handed_on = isinstance(node.ctx, ast.Load) and not isinstance(parent, _TESTS)
             if self.needs_amp and not is_handed_on:
                 self.edits.replace(node, NAME)
             elif isinstance(node.ctx, ast.Load):

@@ -273,9 +273,8 @@ def _in_products_with_masks(source: Source) -> Iterator[Fill]:
     for node in source.kind(ast.BinOp):
         if isinstance(node.op, ast.Mult):
             for value, mask in ((node.right, node.left), (node.left, node.right)):
-                if _overflows(source, value) and (
-                    has(source, mask, _is_called_mask) or _is_inverted_mask(source, mask)
-                ):
+                is_mask = has(source, mask, _is_called_mask) or _is_inverted_mask(source, mask)
+                if is_mask and _overflows(source, value):
                     yield Fill(node, value, mask, is_refused=False)
 
 
