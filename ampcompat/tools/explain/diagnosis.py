@@ -15,7 +15,7 @@ from ampcompat.tools.explain.event import Event
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.forwards import Forwards
 from ampcompat.tools.explain.growth import Grown
-from ampcompat.tools.explain.lost import WINDOW, LostStep, costs_more_than_back_off, falling, has_found
+from ampcompat.tools.explain.lost import MOST_SKIPS, WINDOW, LostStep, falling
 from ampcompat.tools.explain.ops import GRADIENTS, op_fault
 from ampcompat.tools.explain.setting import setting_of
 from ampcompat.tools.explain.spoiled import SpoiledWeights
@@ -49,7 +49,7 @@ class Case:
     def lose_to(self, key: str) -> None:
         """Note the fault that the step was lost to."""
         for row in self.rows:
-            row.lose_to(key)
+            row.fault = key
 
 
 class Diagnosis:
@@ -74,7 +74,8 @@ class Diagnosis:
 
     def record(self, row: LostStep, is_skipped: bool) -> None:
         """Note that the step that ends now was lost."""
-        row.end(self.number, is_skipped)
+        row.number = self.number
+        row.skipped = is_skipped
         self.lost.append(row)
 
     def look_into(self, case: Case) -> None:
@@ -90,7 +91,8 @@ class Diagnosis:
             if event is None:
                 known += self._watch_next(case.block.scaler)
         for row in case.rows:
-            row.look(is_watched, event is not None or bool(known))
+            row.was_watched = is_watched
+            row.was_looked_into = event is not None or bool(known)
         if event is not None:
             self.blame(event, case)
         elif known:
@@ -122,7 +124,7 @@ class Diagnosis:
         case.lose_to(fault.key)
         if event.depends_on_scale:  # so do the skips before, at higher scales
             for row in [row for steps in case.steps for row in falling(steps.last)]:
-                row.suppose(fault.key)
+                row.fault = row.fault or fault.key
         is_held_back = event.depends_on_scale and not fault.is_too_large and not case.is_fault
         if is_held_back and not self.telling.is_told(fault.key):
             self.telling.hold(fault)
@@ -164,7 +166,8 @@ class Diagnosis:
         self.watch.disarm()
         if fault.growth is not None:
             for held in self.telling.held:
-                if costs_more_than_back_off(held.key, self.lost):
+                cost = sum(row.fault == held.key for row in self.lost)
+                if cost > MOST_SKIPS:
                     self.telling.tell(held)
         self.telling.tell(fault)
 
@@ -187,18 +190,19 @@ class Diagnosis:
         elif not self.telling.is_told(self._gradients_of(case)):
             watched = self._watch_next(case.block.scaler)
             for row in case.rows:
-                row.look(is_watched=False, is_anything_known=bool(watched))
+                row.was_looked_into = bool(watched)
             self._tell_of_unknown(case, watched)
 
     def _tell_of_unknown(self, case: Case, known: str) -> None:
         """Tell, once, that the cause was not found, where the step is known to be no normal back-off."""
-        if case.is_fault and not has_found(self.lost, case.what):
+        is_found = any(row.what == case.what and row.was_watched and row.fault for row in self.lost)
+        if case.is_fault and not is_found:
             self.telling.tell_unknown(f"{case.head}{known}", case.step)
 
     def tell_of_written(self, fault: Fault, row: LostStep) -> None:
         """Tell of weights that are not finite, and that a step has written."""
         self._join_too_large(fault)
-        row.lose_to(fault.key)
+        row.fault = fault.key
         self._tell(fault)
 
     def tell_of_old_gradients(self, head: str, row: LostStep, step: int, optimizer: Optimizer) -> None:
@@ -212,5 +216,5 @@ class Diagnosis:
             step=step,
             hints=["call optimizer.zero_grad() after a skipped step too, before the next block"],
         )
-        row.lose_to(fault.key)
+        row.fault = fault.key
         self._tell(fault)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections import deque
@@ -13,6 +12,7 @@ import torch
 
 from ampcompat.tools.core import Optimizer, ParamGroup, master_of, name_of, optimizer_name
 from ampcompat.tools.tensors import storage
+from ampcompat.tools.words import counted
 
 #: Steps that are looked back on, and the growth in these that no healthy run has.
 STEPS, FAR = 10, 20.0
@@ -23,6 +23,8 @@ LARGE = 8.0
 LOSS_FAR, FAR_WITH_LOSS = 100.0, 3.0
 #: Losses that are means of likelihoods or similarities end above it.
 LEAST_LOSS = -10.0
+#: A learning rate that became so many times higher in these steps is to blame itself: a warmup that goes well is slower.
+RATE_FAR = 1.25
 
 
 @dataclass
@@ -34,10 +36,8 @@ class Grown:
     after: float  # and now
     times: float  # how many times larger that is
     steps: int  # that were made in between
-    lr: float | None  # the highest of its group in these; None where that is not a number
-    jump: tuple[float, float] | None  # to that rate in one step, and from which, if it was so
-    rises: bool  # that rate, with each of these
-    follows_gradients: bool  # the step is as large as the gradient, as SGD's is: Adam divides by its size
+    rates: list[float]  # the learning rate of each, where that is a number
+    is_of_sgd: bool  # its step is as large as the gradient: Adam divides by its size
     loss: float = 0.0  # the last that was finite, if it fell in these steps
     rise: tuple[float, float] | None = None  # of the loss, if it is far larger for the last batches: from what to what
 
@@ -45,45 +45,43 @@ class Grown:
     def text(self) -> str:
         """As in "conv2.weight grew from 0.21 to 350 in 3 steps, at lr=50"."""
         name = self.parameter or "a weight"
-        steps = f"{self.steps} step{'s' if self.steps > 1 else ''}"
+        rate = f", at lr={max(self.rates):g}" if self.rates else ""
         loss = "" if self.rise is None else f", and the loss from {self.rise[0]:.3g} to {self.rise[1]:.3g}"
-        return f"{name} grew from {self.before:.3g} to {self.after:.3g} in {steps}{self._at_lr}{loss}"
+        return f"{name} grew from {self.before:.3g} to {self.after:.3g} in {counted(self.steps, 'step')}{rate}{loss}"
 
     @property
     def cause(self) -> str:
         """As in "the growth of conv2.weight, at lr=50"."""
-        if self.has_no_least_loss:
+        if self.loss < LEAST_LOSS:
             return "a loss that falls far below 0, with which the weights grow"
-        at_lr = ", at a learning rate that rises with each step" if self.rises else self._at_lr
-        return f"the growth of {self.parameter or 'a weight'}{at_lr}"
-
-    @property
-    def has_no_least_loss(self) -> bool:
-        """Whether the weights grow since a loss far below 0 wants them larger, at any learning rate."""
-        return self.loss < LEAST_LOSS
-
-    @property
-    def _at_lr(self) -> str:
-        return "" if self.lr is None else f", at lr={self.lr:g}"
+        rate = f", at lr={max(self.rates):g}" if self.rates else ""
+        if self._has_rate_risen:
+            rate = ", at a learning rate that rises"
+        return f"the growth of {self.parameter or 'a weight'}{rate}"
 
     @property
     def hint(self) -> str:
         """What stops it."""
-        if self.has_no_least_loss:
+        if self.loss < LEAST_LOSS:
             return (
                 f"a loss that has a least value: this one fell to {self.loss:g}, as with targets outside of [0, 1], or"
                 " with a wrong sign"
             )
-        if self.lr is not None and self.lr < 0:
+        if self._has_rate_risen:
+            return (
+                f"the learning rate went from {self.rates[0]:g} to {max(self.rates):g} in these steps: look at its"
+                " scheduler, or cap it"
+            )
+        if self.rates and self.rates[-1] < 0:
             return "a learning rate that is not negative: look at what sets it, such as a scheduler past its end"
-        if self.jump is not None:
-            before, after = self.jump
-            return f"the learning rate went from {before:g} to {after:g} in one step: look at its scheduler"
-        if self.rises:
-            return f"cap the learning rate below {self.lr:g}: its scheduler raises it with each step"
-        than = "" if self.lr is None else f" than {self.lr:g}, such as {self.lr / 100:g}"
-        others = "a warmup, or clipped gradients" if self.follows_gradients else "or a warmup"
+        than = f" than {max(self.rates):g}, such as {max(self.rates) / 100:g}" if self.rates else ""
+        others = "a warmup, or clipped gradients" if self.is_of_sgd else "or a warmup"
         return f"a lower learning rate{than}, {others}: no precision holds weights that grow so"
+
+    @property
+    def _has_rate_risen(self) -> bool:
+        """Whether the rate is far higher than some steps ago, as where a scheduler multiplies it."""
+        return bool(self.rates) and max(self.rates) >= RATE_FAR * self.rates[0] > 0
 
 
 class History:
@@ -144,17 +142,15 @@ class History:
         if not grown:
             return None
         times, index, param = max(grown, key=lambda one: one[0])
-        rates = self._rates_of(index)
+        rates = [rates[index] for rates in self.rates if index < len(rates)]
         return Grown(
             parameter=name_of(param),
             before=before[id(param)],
             after=after[id(param)],
             times=times,
             steps=len(self.seen) - 1,
-            lr=max(rates, default=None),
-            jump=_jump(rates),
-            rises=_rises(rates),
-            follows_gradients="SGD" in optimizer_name(optimizer),
+            rates=[rate for rate in rates if rate is not None],
+            is_of_sgd="SGD" in optimizer_name(optimizer),
             loss=self._fallen_loss(),
             rise=rise,
         )
@@ -176,25 +172,11 @@ class History:
         first, last = _number(known[0][0]), _number(known[-1][-1])
         return last if last < 2 * min(first, 0.0) else 0.0
 
-    def _rates_of(self, group: int) -> list[float]:
-        rates = [rates[group] for rates in self.rates if group < len(rates)]
-        return [rate for rate in rates if rate is not None]
-
 
 def _memory(param: torch.Tensor) -> int:
     """The storage of ``param`` that the model computes with."""
     master = master_of(param)
     return storage(param if master is None else master.half)
-
-
-def _jump(rates: list[float]) -> tuple[float, float] | None:
-    """The first two rates in a row of which the second is far higher; a warmup begins at 0, and climbs slowly."""
-    return next((pair for pair in itertools.pairwise(rates) if pair[1] > FAR * pair[0] > 0), None)
-
-
-def _rises(rates: list[float]) -> bool:
-    """Whether each is higher than the one before, as in a warmup."""
-    return len(rates) == STEPS and all(before < after for before, after in itertools.pairwise(rates))
 
 
 def _number(loss: torch.Tensor) -> float:

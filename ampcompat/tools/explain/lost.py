@@ -53,28 +53,6 @@ class LostStep:
         """Whether it is not known what it was lost to."""
         return not self.fault and self.back_off != NORMAL
 
-    def end(self, number: int, is_skipped: bool) -> None:
-        """Note which step it was, and whether it was skipped."""
-        self.number = number
-        self.skipped = is_skipped
-
-    def fall(self) -> None:
-        """Note that the loss scale falls with it."""
-        self.back_off = FALLING
-
-    def lose_to(self, fault: str) -> None:
-        """Note the key of the fault that it was lost to."""
-        self.fault = fault
-
-    def suppose(self, fault: str) -> None:
-        """Note the key of the fault that it is put down to, where no other is known."""
-        self.fault = self.fault or fault
-
-    def look(self, is_watched: bool, is_anything_known: bool) -> None:
-        """Note that it was looked into, and whether that has shown anything, or will."""
-        self.was_watched = is_watched
-        self.was_looked_into = is_anything_known
-
 
 # -- one optimizer: ``last`` are its last WINDOW steps, with None for those that were not lost -------------------------
 def overflows_persist(last: Collection[LostStep | None], scale: float) -> bool:
@@ -96,38 +74,16 @@ def falling(last: Iterable[LostStep | None]) -> list[LostStep]:
     return [row for row in last if row is not None and row.back_off == FALLING]
 
 
-def end_fall(last: Iterable[LostStep | None]) -> None:
-    """Note that a step was made: the scale has come down, and that was all."""
+def end_fall(last: Iterable[LostStep | None], back_off: str) -> None:
+    """Note what the fall of the scale was: NORMAL once a step is made, "" where overflows persist."""
     for row in falling(last):
-        row.back_off = NORMAL
-
-
-def deny_fall(last: Iterable[LostStep | None]) -> None:
-    """Note that overflows persist: that was no way down to a scale that works."""
-    for row in falling(last):
-        row.back_off = ""
+        row.back_off = back_off
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
-def has_found(lost: Iterable[LostStep], what: str) -> bool:
-    """Whether the watch has shown why the ``what`` of a step was not finite."""
-    return any(row.what == what and row.was_watched and row.fault for row in lost)
-
-
-def costs_more_than_back_off(fault: str, lost: Iterable[LostStep]) -> bool:
-    """Whether ``fault``, a key, has lost more steps than a back-off does."""
-    return sum(row.fault == fault for row in lost) > MOST_SKIPS
-
-
 def is_mostly_skipped(lost: Iterable[LostStep], steps: int) -> bool:
     """Whether most of ``steps`` were skipped."""
     return 2 * len({row.number for row in lost if row.skipped}) > steps
-
-
-def is_ordinary(lost: Sequence[LostStep], steps: int, is_anything_told: bool) -> bool:
-    """Whether an ordinary back-off is all that there was, on every rank."""
-    are_skips = bool(lost) and all(row.skipped for row in lost)
-    return are_skips and not is_anything_told and not is_mostly_skipped(lost, steps)
 
 
 def put_down(lost: Sequence[LostStep]) -> list[LostStep]:

@@ -29,11 +29,12 @@ from ampcompat.tools.core import (
 from ampcompat.tools.explain.diagnosis import Case, Diagnosis
 from ampcompat.tools.explain.forwards import Forwards
 from ampcompat.tools.explain.lost import (
+    FALLING,
     NORMAL,
     SKIPS_TO_A_WATCH,
     WINDOW,
     LostStep,
-    deny_fall,
+    end_fall,
     is_mostly_skipped,
     overflows_persist,
     put_down,
@@ -193,7 +194,7 @@ class OverflowExplainer:
             why = (
                 f", as {skipped_of(steps.last)}: gradients overflow although the scale {of_loss}was {overflowed_at:g}."
             )
-            deny_fall(steps.last)
+            end_fall(steps.last, "")
         block = steps.last_blocks.get(scaler, block)
         grads = lost_gradients([optimizer])
         case = Case(f"{name} was skipped{why}", steps.seen, "gradients", [steps], block, grads, is_fault=persists)
@@ -209,9 +210,9 @@ class OverflowExplainer:
         elif steps.has_been_made_at(case.block.scaler):
             self.watch.arm()  # what makes such gradients once, and at a scale that had worked, is likely to do so again
         else:
-            row.fall()
+            row.back_off = FALLING
             if steps.held is not None and not steps.held.is_told:
-                row.suppose(steps.held.key)
+                row.fault = row.fault or steps.held.key
         if steps.skips % SKIPS_TO_A_WATCH == 0:
             self.watch.arm(1)
 

@@ -7,7 +7,7 @@ from collections import deque
 
 from ampcompat.tools.core import LossScaler, Optimizer, numbers_of, scale_and_passes
 from ampcompat.tools.explain.fault import Fault
-from ampcompat.tools.explain.lost import WINDOW, LostStep, end_fall
+from ampcompat.tools.explain.lost import NORMAL, WINDOW, LostStep, end_fall
 from ampcompat.tools.explain.underflow import Underflow, underflow
 from ampcompat.tools.explain.weights import Weights, gradients_of
 from ampcompat.tools.explain.written import first_written
@@ -59,7 +59,7 @@ class Steps:
         self.seen += 1
         self._has_stepped = True
         if not skipped:
-            end_fall(self.last)
+            end_fall(self.last, NORMAL)
         self.last.append(self.lost)
         for scaler, block in self.last_blocks.items():
             known, _ = self._scales.get(scaler, (math.nan, 0))

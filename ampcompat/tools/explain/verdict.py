@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ampcompat.tools.explain.lost import LostStep, is_ordinary
+from ampcompat.tools.explain.lost import LostStep, is_mostly_skipped
 from ampcompat.tools.explain.underflow import Underflow
 
 
@@ -70,7 +70,8 @@ class Verdict:
         self._unseen = {row.number for row in lost if not row.was_looked_into}
         self.causes = causes_of(accounts)
         is_anything_told = bool(self.causes) or any(account.has_told_unknown for account in accounts)
-        self._is_ordinary = is_ordinary(lost, self._own.steps, is_anything_told)
+        are_skips = bool(lost) and not self.not_finite
+        self._is_ordinary = are_skips and not is_anything_told and not is_mostly_skipped(lost, self._own.steps)
 
     def __str__(self) -> str:
         own = self._own

@@ -540,8 +540,8 @@ FAULTS = {
         options={"max_loss_scale": 16},
     ),
     "weights that grow with a learning rate that nothing caps": Fault(
-        {"growth": ", at lr=", "hint": "cap the learning rate below "},
-        r"the cause is the growth of fc\.\S+, at a learning rate that rises with each step\.$",
+        {"growth": ", at lr=", "hint": "the learning rate went from "},
+        r"the cause is the growth of fc\.\S+, at a learning rate that rises\.$",
         model=lambda: Layer(lambda y: y.pow(2).sum()),
         level="O0",
         loss=lambda y: y,

@@ -10,9 +10,7 @@ from ampcompat.tools.explain.lost import (
     NEAR,
     NORMAL,
     LostStep,
-    deny_fall,
     end_fall,
-    is_ordinary,
     overflows_persist,
     put_down,
 )
@@ -58,6 +56,10 @@ def test_a_single_skip_at_a_scale_that_had_worked_is_normal(numbers, what, is_no
     assert [row.back_off == NORMAL for row in found] == [is_normal] * len(numbers)
 
 
+def account(lost, steps=40, rank=0, has_told_unknown=False):
+    return Account(rank, steps, lost, {}, has_told_unknown, 0, [], None)
+
+
 def skipped(count, **fields):
     return [LostStep("gradients", skipped=True, number=number + 1, **fields) for number in range(count)]
 
@@ -77,10 +79,10 @@ def test_overflows_persist_in_most_of_the_last_steps_or_below_a_scale_of_1(last,
     assert overflows_persist(last, scale) == persists
 
 
-@pytest.mark.parametrize(("end", "is_unknown"), [(end_fall, False), (deny_fall, True)])
-def test_a_fall_is_normal_if_a_step_is_made_after_it(end, is_unknown):
+@pytest.mark.parametrize(("back_off", "is_unknown"), [(NORMAL, False), ("", True)])
+def test_a_fall_is_normal_if_a_step_is_made_after_it(back_off, is_unknown):
     last = [*skipped(2, back_off=FALLING), None, *skipped(1)]
-    end(last)
+    end_fall(last, back_off)
     assert [row.is_unknown for row in last if row] == [is_unknown, is_unknown, True]
 
 
@@ -95,23 +97,13 @@ def test_a_fall_is_normal_if_a_step_is_made_after_it(end, is_unknown):
     ],
 )
 def test_the_lost_steps_of_an_ordinary_run(lost, is_anything_told, ordinary):
-    assert is_ordinary(lost, 10, is_anything_told) == ordinary
+    verdict = Verdict([account(lost, 10, has_told_unknown=is_anything_told)], ranks=1)
+    assert str(verdict).endswith("that is normal.") == ordinary
 
 
 def test_what_another_rank_did_not_explain_is_not_called_normal():
-    def account(rank, lost):
-        return Account(
-            rank,
-            steps=40,
-            lost=lost,
-            told={},
-            has_told_unknown=bool(lost),
-            weights_lost_at=0,
-            warned=[],
-            underflow=None,
-        )
-
-    verdict = Verdict([account(0, []), account(1, [LostStep("loss", number=9)])], ranks=2)
+    accounts = [account([]), account([LostStep("loss", number=9)], steps=40, rank=1, has_told_unknown=True)]
+    verdict = Verdict(accounts, ranks=2)
     assert (
         str(verdict) == "1 of 40 steps had a loss, a gradient or a weight that is not finite; the cause was not found."
     )
