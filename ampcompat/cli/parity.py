@@ -21,6 +21,7 @@ from ampcompat.tools.parity.runs import Run, run_all
 from ampcompat.tools.parity.save import save_json
 from ampcompat.tools.parity.scripts import Options, run_level, warnings_of
 from ampcompat.tools.parity.table import table
+from ampcompat.tools.words import counted
 
 TAKES_VALUE = (
     "--opt-level",
@@ -163,7 +164,7 @@ class _Runner:
         """Run ``level``, with the steps numbered ``skips`` skipped as after an overflow."""
         name = level.name
         if skips:
-            name += f" without {len(skips)} step{'s' if len(skips) > 1 else ''}"
+            name += f" without {counted(len(skips), 'step')}"
         is_terminal = sys.stderr.isatty()
         emit(f"{name}: running", error=True, end="" if is_terminal else "\n")
 

@@ -19,7 +19,7 @@ from ampcompat.tools.explain.lost import MOST_SKIPS, WINDOW, LostStep, falling
 from ampcompat.tools.explain.ops import GRADIENTS, op_fault
 from ampcompat.tools.explain.setting import setting_of
 from ampcompat.tools.explain.spoiled import SpoiledWeights
-from ampcompat.tools.explain.steps import BlockScale, Steps
+from ampcompat.tools.explain.steps import BlockScale, OptimizerSteps
 from ampcompat.tools.explain.telling import Telling
 from ampcompat.tools.explain.watch import Watch
 
@@ -29,9 +29,9 @@ class Case:
     """What is looked into: something of a step that is not finite."""
 
     head: str  # what was seen, as in "The loss of step 3 is nan."
-    step: int  # its number, among those of its optimizer
+    number: int  # of the step, among those of its optimizer
     what: str  # is not finite: "loss" or "gradients"
-    steps: Sequence[Steps]  # of each optimizer that makes the step
+    steps: Sequence[OptimizerSteps]  # of each optimizer that makes the step
     block: BlockScale  # that lost it
     tensors: list[torch.Tensor]  # the loss, or the gradients that are not finite
     is_fault: bool = True  # known to be no ordinary back-off of the loss scale
@@ -59,24 +59,26 @@ class Diagnosis:
         watch: Finds the origin in a step that was watched.
         forwards: Finds it otherwise.
         telling: Tells.
-        steps: The steps of each optimizer.
+        steps_of: The steps of each optimizer.
     """
 
-    def __init__(self, watch: Watch, forwards: Forwards, telling: Telling, steps: Mapping[Optimizer, Steps]) -> None:
+    def __init__(
+        self, watch: Watch, forwards: Forwards, telling: Telling, steps_of: Mapping[Optimizer, OptimizerSteps]
+    ) -> None:
         self.watch = watch
         self.forwards = forwards
         self.telling = telling
-        self.steps = steps
-        self.number = 1  # of the step that is on, or to come, among those of all optimizers
+        self.steps_of = steps_of
+        self.ended = 0  # how many steps have, of all optimizers
         self.lost: list[LostStep] = []  # in the whole run
         self.spoiled = SpoiledWeights()
         self._lost_input = ""  # the key of an input that was not finite, until it is known what made it
 
-    def record(self, row: LostStep, is_skipped: bool) -> None:
+    def record(self, lost: LostStep, is_skipped: bool) -> None:
         """Note that the step that ends now was lost."""
-        row.number = self.number
-        row.skipped = is_skipped
-        self.lost.append(row)
+        lost.number = self.ended + 1
+        lost.skipped = is_skipped
+        self.lost.append(lost)
 
     def look_into(self, case: Case) -> None:
         """Find what lost the step and tell it, or watch the next ones."""
@@ -113,38 +115,46 @@ class Diagnosis:
         if event.op == "parameter" and self.spoiled.since:
             case.lose_to(self.spoiled.by)
             return
-        origin = self.spoiled.origin(event, any(steps.made for steps in self.steps.values()))
-        fault = op_fault(event, setting_of(case.block.scaler, case.block.scale, origin, self._growth(event.unread)))
-        fault.head, fault.step = case.head, case.step
-        if case.is_fault:
-            fault.wait = ""  # overflows persist, so that no lower scale is to be waited for
-        if fault.key == GRADIENTS:
-            fault.key = self._gradients_of(case)
-        self._join_too_large(fault)
+        fault = self._fault_of(event, case)
         case.lose_to(fault.key)
         if event.depends_on_scale:  # so do the skips before, at higher scales
             for row in [row for steps in case.steps for row in falling(steps.last)]:
                 row.fault = row.fault or fault.key
-        is_held_back = event.depends_on_scale and not fault.is_too_large and not case.is_fault
-        if is_held_back and not self.telling.is_told(fault.key):
+        may_be_back_off = event.depends_on_scale and not fault.is_too_large and not case.is_fault
+        if may_be_back_off and not self.telling.is_told(fault.key):
             self.telling.hold(fault)
             for steps in case.steps:
                 steps.held = fault
             return
         if event.op == "parameter":
-            self.spoiled.note(self.number, fault.key)
-            for optimizer, steps in self.steps.items():
+            self.spoiled.note(self.ended + 1, fault.key)
+            for optimizer, steps in self.steps_of.items():
                 steps.weights.look(optimizer)  # so that the next step is not blamed for what `data` has written
         self._tell(fault)
+        self._look_for_writer(event, fault)
+
+    def _fault_of(self, event: Event, case: Case) -> Fault:
+        origin = self.spoiled.origin(event, any(steps.made for steps in self.steps_of.values()))
+        fault = op_fault(event, setting_of(case.block.scaler, case.block.scale, origin, self._growth(event.unread)))
+        fault.head, fault.step = case.head, case.number
+        if case.is_fault:
+            fault.wait = ""  # overflows persist, so that no lower scale is to be waited for
+        if fault.key == GRADIENTS:
+            fault.key = self._gradients_of(case)
+        self._join_too_large(fault)
+        return fault
+
+    def _look_for_writer(self, event: Event, fault: Fault) -> None:
+        """Watch what makes an input, or writes a buffer, that is not finite; what was seen is the cause of it."""
         if event.op in ("input", "buffer") and not self.watch.is_on:
             self._lost_input = fault.key
-            self.watch.arm()  # it shows what makes such an input, or writes the buffer
+            self.watch.arm()
         elif self._lost_input and self.watch.came_in(event):
-            self.telling.found[self._lost_input].cause = fault.cause  # that says more of it
+            self.telling.found[self._lost_input].cause = fault.cause
 
     def _growth(self, but: Collection[int] = ()) -> Grown | None:
         """The weight that the last steps of an optimizer made many times larger, if any, ``but`` for some storages."""
-        found = [steps.weights.history.growth(optimizer, but) for optimizer, steps in self.steps.items()]
+        found = [steps.weights.history.growth(optimizer, but) for optimizer, steps in self.steps_of.items()]
         return max((one for one in found if one is not None), key=lambda one: one.times, default=None)
 
     def _join_too_large(self, fault: Fault) -> None:
@@ -157,7 +167,7 @@ class Diagnosis:
 
     def _gradients_of(self, case: Case) -> str:
         """The key of gradients that are too large: as the scale falls, they are found in one op after the other."""
-        number = list(self.steps.values()).index(case.steps[0]) if case.steps else 0
+        number = list(self.steps_of.values()).index(case.steps[0]) if case.steps else 0
         return f"{GRADIENTS} of optimizer {number}"
 
     # -- telling -----------------------------------------------------------------------------------------------------
@@ -181,11 +191,11 @@ class Diagnosis:
             case.lose_to(growth.cause)  # what is held back was seen before
             return
         latest = case.steps[0].held
-        if latest is not None and not latest.is_told and case.step - latest.step <= WINDOW:
+        if latest is not None and not latest.is_told and case.number - latest.step <= WINDOW:
             case.lose_to(latest.key)
             latest.wait = ""
             latest.note = f"this is what step {latest.step} showed, which was watched"
-            latest.head, latest.step = case.head, case.step
+            latest.head, latest.step = case.head, case.number
             self.telling.tell(latest)
         elif not self.telling.is_told(self._gradients_of(case)):
             watched = self._watch_next(case.block.scaler)
@@ -197,15 +207,15 @@ class Diagnosis:
         """Tell, once, that the cause was not found, where the step is known to be no normal back-off."""
         is_found = any(row.what == case.what and row.was_watched and row.fault for row in self.lost)
         if case.is_fault and not is_found:
-            self.telling.tell_unknown(f"{case.head}{known}", case.step)
+            self.telling.tell_unknown(f"{case.head}{known}", case.number)
 
-    def tell_of_written(self, fault: Fault, row: LostStep) -> None:
+    def tell_of_written(self, fault: Fault, lost: LostStep) -> None:
         """Tell of weights that are not finite, and that a step has written."""
         self._join_too_large(fault)
-        row.fault = fault.key
+        lost.fault = fault.key
         self._tell(fault)
 
-    def tell_of_old_gradients(self, head: str, row: LostStep, step: int, optimizer: Optimizer) -> None:
+    def tell_of_old_gradients(self, head: str, lost: LostStep, step: int, optimizer: Optimizer) -> None:
         """Tell of gradients that overflowed before, and lose each step since."""
         fault = Fault(
             what="gradients that overflowed in an earlier step were not cleared",
@@ -216,5 +226,5 @@ class Diagnosis:
             step=step,
             hints=["call optimizer.zero_grad() after a skipped step too, before the next block"],
         )
-        row.fault = fault.key
+        lost.fault = fault.key
         self._tell(fault)

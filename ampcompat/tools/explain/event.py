@@ -26,8 +26,8 @@ class Beyond:
 
     op: str
     place: Place
-    given: float  # the largest magnitude that it takes
-    gives: float
+    takes: float  # the largest magnitude
+    gives: float  # the same
     backward: bool
 
 
@@ -57,7 +57,7 @@ class Event:
     at_end_of_forward: float = 0.0  # the largest magnitude of the last op that the value reaches there, in float32
     spread: Place | None = None  # where an inf was turned into NaN
     node: str = ""  # in backward, of the autograd graph
-    given: str = ""  # for ARGUMENT: which tensor it is, in words
+    description: str = ""  # for ARGUMENT: which tensor it is
     argument: str = ""  # and the name of that argument
     has_minus_inf: bool = False  # for what came from outside
     far_rows: str = ""  # rows of the batch that are far larger than others, and are the ones that are not finite
@@ -116,7 +116,7 @@ class Event:
             while one is not None and one.largest == 0:
                 if one.has_underflowed:
                     return one
-                one = one.source
+                one = one.largest_input
         return None
 
     def grown_at(self, scale: float = 1.0) -> Made | None:
@@ -129,8 +129,8 @@ class Event:
         made = max(self.made, key=lambda one: one.largest, default=None)
         if made is None or not made.largest > most:
             return None
-        while made.source is not None and made.source.largest > most:
-            made = made.source
+        while made.largest_input is not None and made.largest_input.largest > most:
+            made = made.largest_input
         return made
 
     @property

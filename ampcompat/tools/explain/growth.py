@@ -15,7 +15,7 @@ from ampcompat.tools.tensors import storage
 from ampcompat.tools.words import counted
 
 #: Steps that are looked back on, and the growth in these that no healthy run has.
-STEPS, FAR = 10, 20.0
+LOOKBACK, FAR = 10, 20.0
 #: Below it a weight has a usual size, however small it was before. Two layers multiply four numbers: their weights, and
 #: what goes into each. Where all are as large, a sum over 16 inputs leaves float16: 16 * 8 ** 4 is 65536.
 LARGE = 8.0
@@ -23,7 +23,7 @@ LARGE = 8.0
 LOSS_FAR, FAR_WITH_LOSS = 100.0, 3.0
 #: Losses that are means of likelihoods or similarities end above it.
 LEAST_LOSS = -10.0
-#: A learning rate that became so many times higher in these steps is to blame itself: a warmup that goes well is slower.
+#: A learning rate that became so many times higher is to blame itself: a warmup that goes well is slower.
 RATE_FAR = 1.25
 
 
@@ -88,9 +88,9 @@ class History:
     """The sizes of the weights of one optimizer, before and after each of its last steps, and the losses with these."""
 
     def __init__(self) -> None:
-        self.seen: deque[dict[int, float]] = deque(maxlen=STEPS + 1)  # the largest magnitudes, by the weights' ids
-        self.losses: deque[deque[torch.Tensor]] = deque(maxlen=STEPS + 1)  # that were finite, with these weights
-        self.rates: deque[list[float | None]] = deque(maxlen=STEPS)  # of each step, by param group
+        self.seen: deque[dict[int, float]] = deque(maxlen=LOOKBACK + 1)  # the largest magnitudes, by the weights' ids
+        self.losses: deque[deque[torch.Tensor]] = deque(maxlen=LOOKBACK + 1)  # that were finite, with these weights
+        self.rates: deque[list[float | None]] = deque(maxlen=LOOKBACK)  # of each step, by param group
 
     def begin(self, sizes: dict[int, float]) -> None:
         """Forget what was seen: something other than a step has written the weights."""
@@ -106,7 +106,7 @@ class History:
 
     def _append(self, sizes: dict[int, float]) -> None:
         self.seen.append(sizes)
-        self.losses.append(deque(maxlen=STEPS))
+        self.losses.append(deque(maxlen=LOOKBACK))
 
     def add_loss(self, loss: torch.Tensor) -> None:
         """Note a loss that is finite, computed with the weights as they are. Reads nothing."""

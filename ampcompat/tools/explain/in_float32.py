@@ -58,12 +58,12 @@ def forward_in_float32(event: Event, setting: Setting) -> list[str]:
 
 def _leaves_range(one: Beyond) -> bool:
     """Whether the op makes what half does not hold of what it does."""
-    return one.given <= LARGEST < one.gives
+    return one.takes <= LARGEST < one.gives
 
 
 def _is_cast_to_half(one: Beyond, setting: Setting) -> bool:
     """Whether the op is computed in half although it is given what half does not hold."""
-    if one.given <= LARGEST:
+    if one.takes <= LARGEST:
         return False
     is_of_layer = setting.casts_weights and one.place.is_of_torch
     return is_of_layer or one.op in (*_HALF_OPS, *CAST_OPS)
@@ -122,7 +122,7 @@ def _modules_around(places: Sequence[Place], reached: Sequence[Beyond], setting:
     if not setting.casts_weights:
         return _listed(place.module for place in places)
     inside = [_parent(place.module) if place.is_of_torch else place.module for place in places]
-    inside += [one.place.module for one in reached if one.given > LARGEST]
+    inside += [one.place.module for one in reached if one.takes > LARGEST]
     if None in inside:
         return []  # what the model returns is too large for half
     names = [str(name).split(".") for name in inside]

@@ -38,8 +38,8 @@ class Made:
     scalars: tuple[float, ...]
     place: Place
     largest: float
-    before: Made | None  # what an op that leaves it alike, or takes a part of it, was given
-    source: Made | None = None  # the largest that the op was given
+    alike_to: Made | None  # what an op that leaves it alike, or takes a part of it, was given
+    largest_input: Made | None = None  # that the op was given
     hides: int | None = None  # the number of the event whose inf it was given, where it is finite, as after softmax
     is_gradient: bool = False  # or made from one
     is_of_model: bool = False  # a module made it, or something that it was made from
@@ -51,7 +51,7 @@ class Made:
         one: Made | None = self
         while one is not None:
             yield one
-            one = one.before
+            one = one.alike_to
 
 
 class MadeTensors:
@@ -87,8 +87,8 @@ class MadeTensors:
             scalars=_scalars(call, out),
             place=place,
             largest=size,
-            before=_before(call, sources, is_backward),
-            source=max(sources, key=lambda one: one.largest, default=None),
+            alike_to=_alike_to(call, sources, is_backward),
+            largest_input=max(sources, key=lambda one: one.largest, default=None),
             hides=inf_of if math.isfinite(size) else None,
             is_gradient=is_backward and any(source.is_gradient or source.op in _ROOTS for source in sources),
             is_of_model=not place.is_outside or any(source.is_of_model for source in sources),
@@ -115,7 +115,7 @@ def _scalars(call: Call, out: torch.Tensor) -> tuple[float, ...]:
     return tuple(number for number in numbers if number not in (0, 1))
 
 
-def _before(call: Call, sources: list[Made], is_backward: bool) -> Made | None:
+def _alike_to(call: Call, sources: list[Made], is_backward: bool) -> Made | None:
     """Which of ``sources`` says why the result is as large, or as small, as it is."""
     if call.name == "mul" and is_backward:  # the backward of exp multiplies by its result
         return next((source for source in sources if source.op == "exp"), None)

@@ -44,7 +44,7 @@ from ampcompat.tools.explain.messages import Message
 from ampcompat.tools.explain.misuse import warned
 from ampcompat.tools.explain.numbers import not_representable
 from ampcompat.tools.explain.ranks import Ranks
-from ampcompat.tools.explain.steps import BlockScale, Steps
+from ampcompat.tools.explain.steps import BlockScale, OptimizerSteps
 from ampcompat.tools.explain.telling import Telling
 from ampcompat.tools.explain.underflow import Underflow
 from ampcompat.tools.explain.verdict import Account, Verdict
@@ -52,9 +52,10 @@ from ampcompat.tools.explain.watch import Watch
 from ampcompat.tools.explain.weights import lost_gradients
 from ampcompat.tools.frames import hide_tools
 from ampcompat.tools.tensors import is_finite
+from ampcompat.tools.words import counted, were
 
 
-def _unseen(method: Callable[..., None]) -> Callable[..., None]:
+def _unwatched(method: Callable[..., None]) -> Callable[..., None]:
     """Make ``method`` run ops that the watch does not see: they are not the script's."""
 
     @functools.wraps(method)
@@ -73,7 +74,7 @@ class OverflowExplainer:
         self.forwards = Forwards()
         self.telling = Telling(limit, stop, json, self.watch.stop)
         self.ranks = Ranks()
-        self.steps: weakref.WeakKeyDictionary[Optimizer, Steps] = weakref.WeakKeyDictionary()
+        self.steps: weakref.WeakKeyDictionary[Optimizer, OptimizerSteps] = weakref.WeakKeyDictionary()
         self.diagnosis = Diagnosis(self.watch, self.forwards, self.telling, self.steps)
         self.blocks_begun = 0
         self._blocks_at_step = 0  # how many had begun at the last step
@@ -82,12 +83,12 @@ class OverflowExplainer:
         self.open_block: BlockScale | None = None
 
     # -- events ------------------------------------------------------------------------------------------------------
-    @_unseen
+    @_unwatched
     def on_initialize(self) -> None:
         """Note the weights that are not finite before any step."""
         self.diagnosis.spoiled.note_initialize()
 
-    @_unseen
+    @_unwatched
     def on_forward(self, model: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Keep references to what it gets."""
         self.watch.given_to(model, args, kwargs)
@@ -97,7 +98,7 @@ class OverflowExplainer:
         """Keep what it has returned."""
         self.forwards.end(output)
 
-    @_unseen
+    @_unwatched
     def on_scale_loss(self, loss: torch.Tensor, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
         """Look at the loss, while the weights are those that made it: one host sync.
 
@@ -116,12 +117,12 @@ class OverflowExplainer:
         elif not self._is_lost(optimizers):
             self._look_into_block(f"The loss of {{}} is {_number_in(loss)}.", "loss", optimizers, block, [loss])
 
-    @_unseen
+    @_unwatched
     def on_gradients(self, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
         """Look at the gradients too at static scales: one host sync a block."""
         block, self.open_block = self.open_block, None
         if not optimizers:
-            self.watch.after_step(None)  # such a block is for the gradient of an input: no step follows
+            self.watch.after_block()  # for the gradient of an input: no step follows
         if block is None or scaler.dynamic or self._is_lost(optimizers):
             return
         grads = lost_gradients(optimizers)
@@ -134,12 +135,12 @@ class OverflowExplainer:
         self.watch.stop()
         hide_tools(error.__traceback__)
 
-    @_unseen
+    @_unwatched
     def before_step(self, optimizer: Optimizer) -> None:
         """Look at weights that the script has written since the block, so that the step is not blamed for them."""
         self._steps_of(optimizer).weights.look_at_written(optimizer)
 
-    @_unseen
+    @_unwatched
     def on_step(self, optimizer: Optimizer, skipped: bool | None) -> None:
         """Count the step; explain it, if it was skipped or left a weight not finite.
 
@@ -150,27 +151,26 @@ class OverflowExplainer:
         self._blocks_at_step = self.blocks_begun
         steps = self._steps_of(optimizer)
         is_skipped = was_skipped(optimizer, skipped)
-        is_known = steps.lost is not None
+        is_known = steps.lost is not None  # from its block: the loss, or a gradient, is not finite
         if is_skipped and not is_known:
             steps.lost = LostStep("gradients", back_off=NORMAL if steps.block is None else "")
-        row = steps.lost
-        if row is not None:
-            self.diagnosis.record(row, is_skipped)
+        if steps.lost is not None:
+            self.diagnosis.record(steps.lost, is_skipped)
         steps.end(is_skipped)
         try:
             if not is_skipped:
                 self._look_at_made_step(optimizer, steps)
-            elif row is not None and steps.block is not None:
-                self._look_at_skipped_step(optimizer, steps, steps.block, row, is_known)
+            elif steps.lost is not None and steps.block is not None:
+                self._look_at_skipped_step(optimizer, steps, steps.block, steps.lost, is_known)
         finally:  # what is told may end the script, which may catch that
             steps.lost = None
-            self.diagnosis.number += 1
+            self.diagnosis.ended += 1
             self.forwards.after_step()
             self.watch.after_step(optimizer)
 
     # -- a step ------------------------------------------------------------------------------------------------------
     def _look_at_skipped_step(
-        self, optimizer: Optimizer, steps: Steps, block: BlockScale, row: LostStep, is_known: bool
+        self, optimizer: Optimizer, steps: OptimizerSteps, block: BlockScale, lost: LostStep, is_known: bool
     ) -> None:
         """Note to what the loss scale has come down; look into a skip that is no ordinary back-off of it."""
         overflowed = overflowed_scalers(optimizer)
@@ -178,14 +178,14 @@ class OverflowExplainer:
         scale = _scale_of(scaler)
         of_loss = f"of loss {scaler.loss_id} " if count_of_scalers(optimizer) > 1 else ""
         if overflowed:
-            row.scale, row.of_loss = f"came down to {scale:g}", of_loss
+            lost.scale, lost.of_loss = f"came down to {scale:g}", of_loss
         if is_known:
-            return  # for its loss, or a gradient
+            return
         name = self._name_of_step(steps.seen, optimizer)
         name = name[0].upper() + name[1:]
         if not overflowed and has_old_gradients(optimizer):
             head = f"{name} was skipped, though its own gradients did not overflow."
-            self.diagnosis.tell_of_old_gradients(head, row, steps.seen, optimizer)
+            self.diagnosis.tell_of_old_gradients(head, lost, steps.seen, optimizer)
             return
         persists = overflows_persist(steps.last, scale)
         why = ": a gradient is not finite."
@@ -198,9 +198,9 @@ class OverflowExplainer:
         block = steps.last_blocks.get(scaler, block)
         grads = lost_gradients([optimizer])
         case = Case(f"{name} was skipped{why}", steps.seen, "gradients", [steps], block, grads, is_fault=persists)
-        self._look_at_overflow(case, steps, row)
+        self._look_at_overflow(case, steps, lost)
 
-    def _look_at_overflow(self, case: Case, steps: Steps, row: LostStep) -> None:
+    def _look_at_overflow(self, case: Case, steps: OptimizerSteps, lost: LostStep) -> None:
         """Look into gradients that are not finite if the step was watched; otherwise watch others, where due."""
         if self.watch.is_on:
             self.diagnosis.look_into(case)
@@ -210,13 +210,13 @@ class OverflowExplainer:
         elif steps.has_been_made_at(case.block.scaler):
             self.watch.arm()  # what makes such gradients once, and at a scale that had worked, is likely to do so again
         else:
-            row.back_off = FALLING
+            lost.back_off = FALLING
             if steps.held is not None and not steps.held.is_told:
-                row.fault = row.fault or steps.held.key
+                lost.fault = lost.fault or steps.held.key
         if steps.skips % SKIPS_TO_A_WATCH == 0:
             self.watch.arm(1)
 
-    def _look_at_made_step(self, optimizer: Optimizer, steps: Steps) -> None:
+    def _look_at_made_step(self, optimizer: Optimizer, steps: OptimizerSteps) -> None:
         """Tell of weights that are not finite and that the step has written, and at the first step of its numbers."""
         is_first = steps.made == 0
         were_finite = steps.weights.are_finite
@@ -227,15 +227,15 @@ class OverflowExplainer:
             grads = lost_gradients([optimizer])
             event, _ = self.watch.find(grads)  # what the script did to gradients between block and step
             was_seen = event is not None and steps.block is not None
-            row = steps.lost = LostStep("gradients" if was_seen else "weights", was_watched=was_seen)
-            self.diagnosis.record(row, is_skipped=False)
+            lost = steps.lost = LostStep("gradients" if was_seen else "weights", was_watched=was_seen)
+            self.diagnosis.record(lost, is_skipped=False)
             if event is not None and steps.block is not None:
                 head = f"A gradient of step {steps.seen} is not finite."
                 self.diagnosis.blame(event, Case(head, steps.seen, "gradients", [steps], steps.block, grads))
             else:
-                self.diagnosis.tell_of_written(written, row)
+                self.diagnosis.tell_of_written(written, lost)
         if were_finite and not steps.weights.are_finite and steps.lost is not None:
-            self.diagnosis.spoiled.note(self.diagnosis.number, steps.lost.fault)
+            self.diagnosis.spoiled.note(self.diagnosis.ended + 1, steps.lost.fault)
 
     def _tell_of_numbers(self, optimizer: Optimizer, step: int, told: Sequence[str]) -> None:
         """Tell of those that the parameters' dtype does not hold: they may cost nothing, and are not counted."""
@@ -246,9 +246,9 @@ class OverflowExplainer:
                 fault.message().emit(self.telling.json)
 
     # -- the optimizers of a block -----------------------------------------------------------------------------------
-    def _steps_of(self, optimizer: Optimizer) -> Steps:
+    def _steps_of(self, optimizer: Optimizer) -> OptimizerSteps:
         if optimizer not in self.steps:
-            self.steps[optimizer] = Steps(optimizer)
+            self.steps[optimizer] = OptimizerSteps(optimizer)
         return self.steps[optimizer]
 
     def _is_lost(self, optimizers: Sequence[Optimizer]) -> bool:
@@ -265,7 +265,7 @@ class OverflowExplainer:
         self, head: str, what: str, optimizers: Sequence[Optimizer], block: BlockScale, tensors: list[torch.Tensor]
     ) -> None:
         """Look into the step to come, which a block has lost; ``head`` has a gap for its name."""
-        number = max([self._steps_of(one).seen for one in optimizers], default=self.diagnosis.number - 1) + 1
+        number = max([self._steps_of(one).seen for one in optimizers], default=self.diagnosis.ended) + 1
         name = self._name_of_step(number, optimizers[0] if optimizers else None)
         all_steps = [self._steps_of(one) for one in optimizers]
         for steps in all_steps:
@@ -275,21 +275,18 @@ class OverflowExplainer:
     # -- the end -----------------------------------------------------------------------------------------------------
     def last_words(self) -> list[Message]:
         """What is to be told when the run ends: the verdict, and before it what was held back without need."""
-        steps = self.diagnosis.number - 1
+        steps = self.diagnosis.ended
         if steps == 0 and not self.blocks_begun:
             return []
         if steps == 0 and self.telling.told:
             return []  # explain itself has ended the script
         if steps == 0:
-            blocks = f"{self.blocks_begun} scale_loss block{'s were' if self.blocks_begun > 1 else ' was'}"
+            blocks = f"{counted(self.blocks_begun, 'scale_loss block')} {were(self.blocks_begun)}"
             old = self._old_gradients()
             return [Message("verdict", f"no step was made: {blocks} followed by no optimizer.step(){old}.")]
-        messages = []
-        are_most_skipped = is_mostly_skipped(self.diagnosis.lost, steps)
-        if are_most_skipped and self.telling.held and not self.telling.told:
-            latest = self.telling.held[-1]
-            latest.is_told = True
-            messages.append(latest.message())
+        held = []
+        if is_mostly_skipped(self.diagnosis.lost, steps):
+            held = self.telling.held_without_need()
         own = Account(
             rank=rank(),
             steps=steps,
@@ -303,7 +300,7 @@ class OverflowExplainer:
             lost_buffers=self.diagnosis.spoiled.buffers_lost_since(),
         )
         verdict = Verdict(self.ranks.gather(own), self.ranks.count)
-        return [*messages, Message("verdict", str(verdict), content=verdict.as_dict())]
+        return [*held, Message("verdict", str(verdict), content=verdict.as_dict())]
 
     def _unstepped(self) -> str:
         """The blocks after the last step, in words, if they are far more than a step usually takes; otherwise ""."""

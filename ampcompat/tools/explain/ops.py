@@ -20,6 +20,7 @@ from ampcompat.tools.explain.too_large import CAST_FUNCTIONS, in_digits, wait_fo
 from ampcompat.tools.explain.undefined import is_singular, stable_form
 from ampcompat.tools.frames import ScriptLine
 from ampcompat.tools.tensors import LARGEST
+from ampcompat.tools.words import counted
 
 #: The key of gradients that are too large, of any optimizer.
 GRADIENTS = "gradients"
@@ -130,7 +131,7 @@ def _cause(event: Event) -> str:
     if event.op in GIVEN:
         return f"{event.op} {event.place.module} of {event.place.model}, which was not finite"
     if event.op == ARGUMENT:
-        what = event.given
+        what = event.description
     else:
         inside = f" in {event.place.module}" if event.place.module else ""
         what = f"{_name(event)}{inside}"
@@ -160,7 +161,7 @@ def _what(event: Event) -> str:
         dtype = f", which is {dtype_name(event.dtype)}," if is_half_input else ""
         return f"{event.op} {event.place.module}{dtype} was not finite before the forward: {count}"
     if event.op == ARGUMENT:
-        return f"{event.given} was not finite before: {count}"
+        return f"{event.description} was not finite before: {count}"
     dtype = dtype_name(event.dtype)
     if event.op in CAST_OPS and event.out_of_range:
         return f"{_cast(event)}: {count}"
@@ -212,7 +213,7 @@ def _alike(event: Event) -> str:
     """Where else the same happened, as in "2 times more in this line, and in train.py:31"."""
     here = sum(place.line == event.place.line for place in event.alike)
     lines = {place.line: "" for place in event.alike if place.line not in (None, event.place.line)}
-    found = [f"{here} time{'s' if here > 1 else ''} more in this line"] if here else []
+    found = [f"{counted(here, 'time')} more in this line"] if here else []
     found += [f"in {line.file}:{line.number}" for line in lines if line is not None][:SHOWN_LINES]
     return f"the same {', and '.join(found)}" if found else "the same in other lines"
 

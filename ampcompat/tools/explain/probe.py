@@ -119,7 +119,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The birth of the inf that has made the 0 by which ``event`` divides, as in 1 / (1 + inf); else ``event``."""
         if not event.zeros:
             return event
-        sources = [made for one in event.made for made in (one, one.source) if made is not None]
+        sources = [made for one in event.made for made in (one, one.largest_input) if made is not None]
         hidden = [
             self.events[made.hides]
             for made in sources
@@ -303,7 +303,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             op,
             place,
             largest(unknown),
-            given=call.describe(unknown, place.function),
+            description=call.describe(unknown, place.function),
             argument=call.name_of(unknown),
             rows=lost_rows(unknown),
         )

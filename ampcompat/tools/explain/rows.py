@@ -20,16 +20,16 @@ def lost_rows(tensor: torch.Tensor) -> str:
     return f", in {_listed(rows)}" if rows else ""
 
 
-def far_rows(out: torch.Tensor, given: Iterable[torch.Tensor], inputs: Iterable[tuple[str, torch.Tensor]]) -> str:
+def far_rows(out: torch.Tensor, operands: Iterable[torch.Tensor], inputs: Iterable[tuple[str, torch.Tensor]]) -> str:
     """The rows in which ``out`` is not finite, if these are far larger in what the op was given, and in the batch.
 
     Args:
         out: a result.
-        given: what the op was given.
+        operands: what the op was given.
         inputs: what the model was given.
     """
     rows = _lost(out)
-    if not rows or not any(_are_far(tensor, rows, len(out)) for tensor in given):
+    if not rows or not any(_are_far(tensor, rows, len(out)) for tensor in operands):
         return ""
     for name, tensor in inputs:
         if _are_far(tensor, rows, len(out)):

@@ -28,7 +28,7 @@ class BlockScale:
         return scale
 
 
-class Steps:
+class OptimizerSteps:
     """The steps of one optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.messages import Message
+from ampcompat.tools.words import counted
 
 
 class Telling:
@@ -60,6 +61,14 @@ class Telling:
         if self.left == 0:
             self._end()
 
+    def held_without_need(self) -> list[Message]:
+        """What is told at the end of a run in which most steps were skipped, and of which nothing else was told."""
+        if self.told or not self.held:
+            return []
+        latest = self.held[-1]
+        latest.is_told = True
+        return [latest.message()]
+
     def tell_unknown(self, head: str, step: int) -> None:
         """Tell, once, that a cause was not found."""
         if not self.has_told_unknown:
@@ -72,6 +81,6 @@ class Telling:
             Message("note", hint).emit(self.json)
             return
         self._before_end()
-        given = f"{self.limit} explanation{'s' if self.limit > 1 else ''}"
+        given = f"{counted(self.limit, 'explanation')}"
         Message("end", f"the script ends here, after {given}, as asked.").emit(self.json)
         raise SystemExit(1)

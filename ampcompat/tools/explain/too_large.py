@@ -48,7 +48,7 @@ def in_forward(event: Event, setting: Setting) -> list[str]:
         return [early, *bfloat16(setting)]
     if event.op == "_to_copy" and not event.made:
         return [_smaller(event), *forward_in_float32(event, setting)]
-    is_of_parameter = all(made.source is None for made in event.made)
+    is_of_parameter = all(made.largest_input is None for made in event.made)
     if event.op == "exp" and event.elements == 1 and is_of_parameter:  # a learned temperature
         return [".clamp(max=4.6) on what goes into exp: a factor of 100 at most, as in CLIP", *bfloat16(setting)]
     ways = forward_in_float32(event, setting)
@@ -95,7 +95,7 @@ def _smaller_constant(event: Event) -> list[str]:
         return []
     for number in event.scalars:
         factor = 1 / number if event.op.startswith("div") else number
-        most = max([event.value, *(max(one.given, one.gives) for one in event.beyond if not one.backward)])
+        most = max([event.value, *(max(one.takes, one.gives) for one in event.beyond if not one.backward)])
         if abs(factor) > 1 and most / abs(factor) <= LARGEST:
             word = "a larger divisor" if event.op.startswith("div") else "a smaller constant"
             return [f"{word} than {number:g}: the result is {event.value:.3g}, and float16 ends at {LARGEST:g}"]
@@ -176,7 +176,7 @@ def _is_all_in_loss(event: Event, setting: Setting) -> bool:
 
     def is_too_large_there(one: Beyond) -> bool:
         is_in_model = not one.place.is_outside or one.op in CAST_OPS
-        return one.backward and is_in_model and one.given / setting.scale > LARGEST
+        return one.backward and is_in_model and one.takes / setting.scale > LARGEST
 
     is_of_loss = event.place.is_outside and event.op not in CAST_OPS
     return is_of_loss and not any(map(is_too_large_there, event.beyond))

@@ -11,6 +11,7 @@ from ampcompat.tools.explain.call import CAST_OPS
 from ampcompat.tools.explain.event import Event
 from ampcompat.tools.explain.made import WRITTEN
 from ampcompat.tools.explain.setting import Setting
+from ampcompat.tools.words import counted
 
 LOGARITHMS = ("log", "log_", "log2", "log10", "log1p", "logit")
 _OF_SOFTMAX = "F.log_softmax(x, dim) in place of log(softmax(x)), or F.cross_entropy, which takes logits"
@@ -31,6 +32,7 @@ class _Cure(NamedTuple):
     is_for: Callable[[Event], bool]
     text: str
     is_sure: bool = False  # whatever the precision of the inputs
+    is_in_float32: bool = False  # what comes of it, in ``wide``
 
 
 def _is_root(event: Event) -> bool:
@@ -89,7 +91,7 @@ _UNDEFINED = (
         is_sure=True,
     ),
     _Cure(
-        lambda event: event.op == "pow" and event.is_nan,
+        lambda event: event.op in ("pow", "sqrt", "rsqrt") and event.is_nan,
         "a root of a negative number is NaN: .clamp_min({eps}) on what goes into it (torch.where lets its gradient"
         " through)",
     ),
@@ -116,12 +118,13 @@ _UNDEFINED = (
         _is_logarithm_of_masked,
         "the logarithm of a probability that a mask of -inf makes 0: {wide}.clamp_min(1e-6) on what goes into it, after"
         " which 0 * log(p) is 0",
+        is_in_float32=True,
     ),
     _Cure(
-        lambda event: "log1p" in (event.op, event.place.function),
-        "the logarithm of 1 - 1 (or of less): {wide}.clamp_min(1e-6 - 1) on what goes into it",
+        _is_logarithm,
+        "the logarithm of 0 (or of less): {wide}.clamp_min({least_of_log}) on what goes into it",
+        is_in_float32=True,
     ),
-    _Cure(_is_logarithm, "the logarithm of 0 (or of less): {wide}.clamp_min(1e-6) on what goes into it"),
     _Cure(
         lambda event: event.is_by_number_zero,
         "a division by the number 0: look at what makes it, such as a count that nothing has counted",
@@ -136,20 +139,12 @@ _UNDEFINED = (
         "a division by zero{zeros}: .clamp_min({least}) on the denominator",
     ),
     _Cure(
-        lambda event: event.op == "rsqrt" and event.is_nan,
-        "the root of a negative number: .clamp_min({eps}) on what goes into it",
-    ),
-    _Cure(
         lambda event: event.op == "rsqrt",
         "a division by zero{zeros}: add an eps inside, as in torch.rsqrt(... + {eps})",
     ),
     _Cure(
         _divides,
         "a division by zero{zeros}: add an eps to the denominator, as in / (... + {eps})",
-    ),
-    _Cure(
-        lambda event: event.op == "sqrt",
-        "the root of a negative number: clamp it at 0 before",
     ),
     _Cure(
         lambda event: event.op == "exp" and event.is_divided_by_inf,
@@ -190,7 +185,6 @@ def undefined(event: Event, setting: Setting) -> list[str]:
     found = [form for form in [stable_form(event)] if form]
     cure = _cure_of(event)
     if cure is not None and not found:
-        count = event.zeros
         underflowed = event.underflowed_at
         eps = "1e-3" if setting.half == "float16" else "1e-6"  # the gradient is multiplied by its reciprocal
         text = cure.text.format(
@@ -199,13 +193,13 @@ def undefined(event: Event, setting: Setting) -> list[str]:
             underflowed="" if underflowed is None else underflowed.place.function or underflowed.op,
             wide=".float()" if event.dtype in HALF_DTYPES else "",
             inside=".clamp_min(1.001)" if event.node.startswith("Acosh") else ".clamp(-0.999, 0.999)",
-            zeros=f" ({count} zero{'s' if count > 1 else ''})" if count else "",
+            zeros=f" ({counted(event.zeros, 'zero')})" if event.zeros else "",
             eps=eps,
             least="1" if event.is_of_whole else eps,
+            least_of_log="1e-6 - 1" if "log1p" in (event.op, event.place.function) else "1e-6",
             exponent=_MOST_EXPONENT_IN_LOSS if event.place.is_outside else MOST_EXPONENT,
         )
-        is_in_float32 = "{wide}" in cure.text
-        if is_in_float32 and setting.casts_weights and event.may_reach_layer:
+        if cure.is_in_float32 and setting.casts_weights and event.may_reach_layer:
             text += f", and {setting.cast_to_half} on what comes of it before a layer takes it"
         found.append(text)
         if cure.is_sure:

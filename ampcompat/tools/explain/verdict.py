@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ampcompat.tools.explain.lost import LostStep, is_mostly_skipped
 from ampcompat.tools.explain.underflow import Underflow
+from ampcompat.tools.words import counted, were
 
 
 @dataclass
@@ -67,7 +68,7 @@ class Verdict:
         self.not_finite = {row.number for row in lost if not row.skipped}
         self._lost = self.skipped | self.not_finite
         self._unknown = {row.number for row in lost if row.is_unknown}
-        self._unseen = {row.number for row in lost if not row.was_looked_into}
+        self._not_looked_into = {row.number for row in lost if not row.was_looked_into}
         self.causes = causes_of(accounts)
         is_anything_told = bool(self.causes) or any(account.has_told_unknown for account in accounts)
         are_skips = bool(lost) and not self.not_finite
@@ -110,12 +111,12 @@ class Verdict:
         return ", and that ".join(ways) or "came down"
 
     def _counts(self) -> str:
-        steps = f"{self._own.steps} step{'s' if self._own.steps > 1 else ''}"
+        steps = counted(self._own.steps, "step")
         if not self._lost:
             return f"none of {steps} was skipped"
         counts = []
         if self.skipped:
-            counts.append(f"{len(self.skipped)} of {steps} {_were(len(self.skipped))} skipped")
+            counts.append(f"{len(self.skipped)} of {steps} {were(len(self.skipped))} skipped")
         if self.not_finite:
             counts.append(f"{len(self.not_finite)} of {steps} had a loss, a gradient or a weight that is not finite")
         return ", ".join(counts)
@@ -142,10 +143,10 @@ class Verdict:
         ordinary = rest - unknown
         if ordinary:
             way = self._way_of_scale(ordinary)
-            parts.append(f"{len(ordinary)} {_were(len(ordinary))} lost while the loss scale {way}, which is normal")
-        unseen = len(self._unseen)
-        if unseen:
-            parts.append(f"{unseen} of these {_were(unseen)} not looked into")
+            parts.append(f"{len(ordinary)} {were(len(ordinary))} lost while the loss scale {way}, which is normal")
+        unlooked = len(self._not_looked_into)
+        if unlooked:
+            parts.append(f"{unlooked} of these {were(unlooked)} not looked into")
         return parts
 
     def _of_these(self, count: int) -> str:
@@ -168,7 +169,3 @@ class Verdict:
             "ranks": self._heard,
             "underflow": None if self._own.underflow is None else self._own.underflow._asdict(),
         }
-
-
-def _were(count: int) -> str:
-    return "was" if count == 1 else "were"

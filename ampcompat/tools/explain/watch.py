@@ -18,7 +18,7 @@ from ampcompat.tools.explain.places import Places
 from ampcompat.tools.explain.probe import Probe
 
 #: Steps that are watched after one was lost, and in the whole run.
-STEPS, MOST_STEPS = 50, 200
+WATCHED, MOST_WATCHED = 50, 200
 _NOT_SHOWN = (
     " The step was watched as it ran, and no op shows why. Ops in CUDA graphs and in DataParallel are not seen: start"
     " the script once without graphs, on one device (CUDA_VISIBLE_DEVICES=0)."
@@ -30,7 +30,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.left = 0  # steps that are still to be watched
-        self._left_of_all = MOST_STEPS
+        self._left_of_all = MOST_WATCHED
         self._places: Places | None = None
         self._probe: Probe | None = None
         self._optimizer: weakref.ref[Optimizer] | None = None
@@ -42,33 +42,38 @@ class Watch:
 
     def arm(self, steps: int = 0) -> int:
         """Watch the next ``steps``, or as many as are usual; returns how many are watched."""
-        self.left = min(max(steps or STEPS, self.left), self._left_of_all)
+        self.left = min(max(steps or WATCHED, self.left), self._left_of_all)
         return self.left
 
     def disarm(self) -> None:
         """Watch no more steps: the birth of the value is known."""
         self.left = 0
 
-    def after_step(self, optimizer: Optimizer | None) -> None:
-        """End the watch over a step of ``optimizer``; begin that over its next, if there is to be one.
+    def after_step(self, optimizer: Optimizer) -> None:
+        """End the watch over a step of ``optimizer``; begin that over its next, if there is to be one."""
+        if self._begun_after in (None, optimizer):
+            self._begin_next(optimizer)
 
-        With None, for a block that no step follows: any may end the watch that begins then.
-        """
-        begun_with = None if self._optimizer is None else self._optimizer()
-        if self.is_on and begun_with is not None and begun_with is not optimizer:
-            return
+    def after_block(self) -> None:
+        """The same after a block that no step follows. Any step may end the watch that begins then."""
+        if self._begun_after is None:
+            self._begin_next(None)
+
+    @property
+    def _begun_after(self) -> Optimizer | None:
+        """The optimizer after whose step the watch that is on has begun."""
+        return self._optimizer() if self.is_on and self._optimizer is not None else None
+
+    def _begin_next(self, optimizer: Optimizer | None) -> None:
         self.stop()
         if self.left > 0:
             self.left -= 1
             self._left_of_all -= 1
-            self._start(optimizer)
-
-    def _start(self, optimizer: Optimizer | None) -> None:
-        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
-        self._places = Places(live_models())
-        self._probe = Probe(self._places)
-        _torch.enter_outermost(self._places)
-        _torch.enter_outermost(self._probe)
+            self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+            self._places = Places(live_models())
+            self._probe = Probe(self._places)
+            _torch.enter_outermost(self._places)
+            _torch.enter_outermost(self._probe)
 
     def stop(self) -> None:
         """Take the probe out of the run."""

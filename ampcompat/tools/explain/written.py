@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -23,14 +22,12 @@ MODERATE = 1e18
 _SMALLER_STEPS = "a lower learning rate, or clipped gradients"
 
 
-@dataclass
-class Reason:
+class Reason(NamedTuple):
     """Why a step has left something that is not finite."""
 
     why: str
-    hints: list[str] = field(default_factory=list)  # what to do, the likeliest first
-    slower: str = ""  # and last, to make smaller steps; not told where a weight grew, which says more
-    at_any_rate: bool = True  # a lower learning rate would not help
+    hints: list[str]  # what to do, the likeliest first
+    is_of_size: bool = False  # smaller steps may help
     number: str = ""  # the key of the fault that is told of a number, if it is that
 
 
@@ -55,20 +52,19 @@ def first_written(optimizer: Optimizer, step: int, history: History) -> Fault | 
     name = f"{lost.state} of {of_what}" if lost.state else of_what
     dtype = dtype_name(lost.tensor.dtype)
     not_finite, elements = count_not_finite(lost.tensor), lost.tensor.numel()
-    at_any_rate = any(reason.at_any_rate for reason in lost.reasons)
-    misuse = None if at_any_rate else spoiling_misuse()
-    growth = None if at_any_rate or misuse is not None else history.growth(optimizer)
+    is_of_size = all(reason.is_of_size for reason in lost.reasons)
+    misuse = spoiling_misuse() if is_of_size else None
+    growth = history.growth(optimizer) if is_of_size and misuse is None else None
     hints = [hint for reason in lost.reasons for hint in reason.hints]
     if misuse is not None:
         cause = misuse.cause
         hints = [misuse.hint]
     elif growth is not None:
         cause = growth.cause
-        hints = [growth.hint, *hints]
+        hints = [growth.hint, *(hint for hint in hints if hint != _SMALLER_STEPS)]  # it says more
     else:
         cause = f"step {step} of {optimizer_class}, which left {name} not finite"
-        slower = [reason.slower for reason in lost.reasons if reason.slower]
-        hints = [*hints, *slower] or [_SMALLER_STEPS]
+        hints = hints or [_SMALLER_STEPS]
     return Fault(
         what=f"{name} ({dtype}): {not_finite} of {elements} elements are not finite",
         where=f"group {lost.group} of {optimizer_class}",
@@ -138,14 +134,14 @@ def _likeliest(optimizer: Optimizer, group: int, param: torch.Tensor, zeros: str
     if param.dtype in HALF_DTYPES:
         with_size = "" if size is None else f", its largest gradient is {size:.3g}"
         why = f"the update left the range of {dtype} ({rate_text}{with_size})"
-        return Reason(why, [MASTERS], _SMALLER_STEPS, at_any_rate=False)
+        return Reason(why, [MASTERS, _SMALLER_STEPS], is_of_size=True)
     if size == 0.0:
         return Reason("its gradient is 0", ["look at what the optimizer divides by, such as the norm of a gradient"])
     if isinstance(rate, float) and rate * max(size or 0.0, 1.0) < LARGEST:  # no usual rule makes it infinite
         why = f"not known: its gradient is finite (largest {size or 0.0:.3g}), and its {rate_text} is usual"
         return Reason(why, ["look at what else writes weights or gradients between scale_loss and the step"])
     why = f"the update was not finite in {dtype} ({rate_text})"
-    return Reason(why, slower=_SMALLER_STEPS, at_any_rate=False)
+    return Reason(why, [_SMALLER_STEPS], is_of_size=True)
 
 
 def _of_half(master: Master, rate: object) -> Reason:
@@ -154,20 +150,20 @@ def _of_half(master: Master, rate: object) -> Reason:
     why = f"its float32 master reached {largest(master.value):.6g}, and {ends}"
     than = f" than {rate:g}" if isinstance(rate, float) else ""
     bfloat16 = [BFLOAT16] if master.half.dtype == torch.float16 else []
-    return Reason(why, [f"a lower learning rate{than}, or weight decay", *bfloat16], at_any_rate=False)
+    return Reason(why, [f"a lower learning rate{than}, or weight decay", *bfloat16], is_of_size=True)
 
 
 def _of_other_state(name: str, state: torch.Tensor, param: torch.Tensor) -> Reason:
     """Why a weight is lost whose state is not finite."""
     size = _largest_gradient(param)
     if size is None or not size <= MODERATE:  # nor is it for a NaN
-        return Reason(f"its {name} is not finite", at_any_rate=False)
+        return Reason(f"its {name} is not finite", [], is_of_size=True)
     why = f"its {name} is not finite, though its gradient is (largest {size:.3g})"
     if state.dtype in HALF_DTYPES:
         underflows = (
             f"look at what the optimizer divides by, such as a norm, whose squares are 0 in {dtype_name(state.dtype)}"
         )
-        return Reason(why, [MASTERS, underflows], at_any_rate=False)
+        return Reason(why, [MASTERS, underflows], is_of_size=True)
     return Reason(why, ["look at what the optimizer divides by, such as a norm of 0"])
 
 
@@ -175,12 +171,12 @@ def _of_state(state: torch.Tensor, param: torch.Tensor) -> Reason:
     """Why the state left the range of its dtype."""
     why = f"it left the range of {dtype_name(state.dtype)}"
     if state.dtype not in HALF_DTYPES:
-        return Reason(why, ["clipped gradients"], at_any_rate=False)
+        return Reason(why, ["clipped gradients"], is_of_size=True)
     size = _largest_gradient(param)
     if size is not None:
         square = f", whose square is {size * size:.3g}" if size * size > LARGEST >= size else ""
         why = f"{why}: the largest gradient is {size:.3g}{square}"
-    return Reason(why, [MASTERS, "clipped gradients, or a smaller loss scale"], at_any_rate=False)
+    return Reason(why, [MASTERS, "clipped gradients, or a smaller loss scale"], is_of_size=True)
 
 
 def _largest_gradient(param: torch.Tensor) -> float | None:

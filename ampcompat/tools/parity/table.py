@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ampcompat.tools.parity.compare import Result, Tolerance
 from ampcompat.tools.tables import aligned
+from ampcompat.tools.words import counted
 
 HEADER = ("level", "steps", "max dev", "mean dev", "first beyond", "skipped", "verdict")
 
@@ -50,7 +51,7 @@ def skip_note(result: Result, reference: str) -> str:
     what = f"{result.run.level.name} skipped {which} for an overflow"
     if result.run.reference is not None:
         return f"{what}; it is compared with a run of {reference} that skipped the same"
-    behind = f"{len(numbers)} update{'s' if len(numbers) > 1 else ''} behind {reference}"
+    behind = f"{counted(len(numbers), 'update')} behind {reference}"
     return f"{what}: its weights are then {behind}"
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ampcompat.tools.dtypes import is_half
 from ampcompat.tools.recording.steps import Step
+from ampcompat.tools.words import counted
 
 #: Below this share of the FLOPs in half, the headline says float32.
 MOSTLY = 0.5
@@ -112,7 +113,7 @@ def _where_float32(products: Sequence[Float32Product]) -> str:
     named = [f"{one.op} at {one.place}" for one in products[:PLACES]]
     more = len(products) - PLACES
     if more > 0:
-        named.append(f"and at {more} more place{'s' if more > 1 else ''}")
+        named.append(f"and at {counted(more, 'more place')}")
     return f"Products in float32: {'; '.join(named)}."
 
 

@@ -11,6 +11,7 @@ from ampcompat.tools.data import plain
 from ampcompat.tools.recording.steps import Step
 from ampcompat.tools.report.facts import Facts, is_constant, scale_text
 from ampcompat.tools.tables import aligned
+from ampcompat.tools.words import counted
 
 #: Rows of the table of ops that the text shows; page and JSON have all.
 ROWS_OF_TEXT = 30
@@ -42,7 +43,7 @@ def _traced(facts: Facts) -> str:
     """Of what the ops are."""
     if not facts.traced_steps:
         return "the script, of which no optimizer step was traced"
-    return f"{facts.traced_steps} traced step{'s' if facts.traced_steps > 1 else ''}"
+    return f"{counted(facts.traced_steps, 'traced step')}"
 
 
 def _flops(flops: int) -> str:

@@ -506,7 +506,9 @@ def test_a_learning_rate_that_jumps_is_the_schedulers(capsys):
         optimizer.zero_grad()
         make_step(optimizer, model(x).float().pow(2).mean())
     entry = fields(capsys.readouterr().err)[0]
-    assert entry["hint"] == "the learning rate went from 0.002 to 1e+07 in these steps: look at its scheduler, or cap it"
+    assert (
+        entry["hint"] == "the learning rate went from 0.002 to 1e+07 in these steps: look at its scheduler, or cap it"
+    )
 
 
 def test_the_highest_learning_rate_of_these_steps_is_named(capsys):

@@ -44,7 +44,7 @@ def test_ops_beyond_half_are_noted_until_the_value_is_small(probe):
     z = y * 2.0
     (z * 1e-3).add(1.0)
     (event,) = probe.events
-    assert [(one.op, one.given, one.gives) for one in event.beyond] == [
+    assert [(one.op, one.takes, one.gives) for one in event.beyond] == [
         ("mul", 160000.0, 320000.0),
         ("mul", 320000.0, 320.0),
     ]

@@ -244,8 +244,8 @@ def test_an_error_ends_the_watch(capsys):
 
 def test_steps_are_watched_in_bounds(monkeypatch):
     """What no op shows is not looked for without an end; steps are counted all the same."""
-    monkeypatch.setattr("ampcompat.tools.explain.watch.STEPS", 2)
-    monkeypatch.setattr("ampcompat.tools.explain.watch.MOST_STEPS", 3)
+    monkeypatch.setattr("ampcompat.tools.explain.watch.WATCHED", 2)
+    monkeypatch.setattr("ampcompat.tools.explain.watch.MOST_WATCHED", 3)
     monkeypatch.setattr("ampcompat.tools.explain.forwards.MOST_RUN_AGAIN", 3)
     model, optimizer = started(nn.Linear(8, 8))
     for _ in range(30):
@@ -263,7 +263,7 @@ def test_steps_are_watched_in_bounds(monkeypatch):
 
 def test_a_watch_that_a_block_without_optimizers_has_begun_ends_too(monkeypatch):
     """The gradient of an input is asked for once, at the start; the training after it is well."""
-    monkeypatch.setattr("ampcompat.tools.explain.watch.STEPS", 2)
+    monkeypatch.setattr("ampcompat.tools.explain.watch.WATCHED", 2)
     model, optimizer = started(nn.Linear(8, 8))
     words = WORDS.clone().requires_grad_()
     with amp.scale_loss(torch.log(model(words).float() * 0).mean(), []) as scaled:
@@ -277,8 +277,8 @@ def test_a_watch_that_a_block_without_optimizers_has_begun_ends_too(monkeypatch)
 
 def test_overflows_that_persist_are_told_from_what_a_watched_step_has_shown(monkeypatch, capsys):
     """The gradient grows as fast as the scale falls, and the watch has ended before that is known."""
-    monkeypatch.setattr("ampcompat.tools.explain.watch.STEPS", 2)
-    monkeypatch.setattr("ampcompat.tools.explain.watch.MOST_STEPS", 3)
+    monkeypatch.setattr("ampcompat.tools.explain.watch.WATCHED", 2)
+    monkeypatch.setattr("ampcompat.tools.explain.watch.MOST_WATCHED", 3)
     model, optimizer = started(nn.Linear(8, 8), "O2")
     for step in range(20):
         optimizer.zero_grad()
