@@ -42,15 +42,19 @@ class _Scaled(NamedTuple):
 
 
 class ScaledForNone(Rule):
-    """Gradients that blocks have given to models under amp, in tensors that no optimizer under amp steps.
+    """Gradients that blocks have given to tensors that no optimizer under amp steps.
 
     Blocks unscale the gradients of their optimizers: these stay multiplied by the loss scale. So do those of half
-    weights, whose masters have the unscaled ones.
+    weights, whose masters have the unscaled ones. The tensors are those of models under amp, and those of any other
+    optimizer from its first step on, such as the centers that a loss learns.
     """
 
     def __init__(self) -> None:
         self._scaled: dict[int, _Scaled] = {}  # by the id of the tensor; that of the gradient tells whether it is valid
         self._before: dict[OpenBlock, Gradients] = {}
+        self._others: weakref.WeakSet[Any] = (
+            weakref.WeakSet()
+        )  # optimizers that have stepped and that amp does not know
         self._hooks = ExitStack()
         _torch.call_before_steps(self._look, self._hooks)
         state.undo.callback(self.end)
@@ -62,7 +66,7 @@ class ScaledForNone(Rule):
     def on_scaled_loss(self, block: OpenBlock, scaled: torch.Tensor) -> None:
         """Remember the gradients of tensors that no optimizer under amp holds, before a backward pass."""
         self._before[block] = {
-            id(param): (param.grad, param.grad._version) for param in _held_by_none() if param.grad is not None
+            id(param): (param.grad, param.grad._version) for param in self._held_by_none() if param.grad is not None
         }
 
     def on_block_undone(self, block: OpenBlock) -> None:
@@ -74,7 +78,7 @@ class ScaledForNone(Rule):
         before = self._before.pop(block, None)
         if before is None or block.scale is None:
             return
-        for param in _held_by_none():
+        for param in self._held_by_none():
             grad = param.grad
             known, version = before.get(id(param), (None, 0))
             if grad is not None and (grad is not known or grad._version != version):
@@ -84,11 +88,25 @@ class ScaledForNone(Rule):
             if grad is not None:
                 self._scaled[id(master.half)] = _Scaled(weakref.ref(grad), grad._version, block.scale)
 
+    def _held_by_none(self) -> list[torch.Tensor]:
+        """The trainable parameters that may get gradients, and that no optimizer under amp holds."""
+        held = {key for optimizer in optimizer_index.listed() for key in optimizer._amp_stash.leaves.ids()}
+        modules: dict[torch.nn.Module, None] = {}
+        for model in model_index.live:
+            modules.update(dict.fromkeys(model.modules()))
+        params: list[torch.Tensor] = []
+        for module in modules:
+            params += [param for param in module._parameters.values() if param is not None]
+        for optimizer in self._others:
+            params += _params_of(optimizer)
+        return [param for param in params if param.requires_grad and id(param) not in held]
+
     def _look(self, optimizer: Any) -> None:
         """Warn if ``optimizer``, which begins a step, uses one of them, and does not step by one that amp knows."""
-        if torch.compiler.is_compiling() or not self._scaled or "_amp_stash" in vars(optimizer):
+        if torch.compiler.is_compiling() or "_amp_stash" in vars(optimizer):
             return
-        for param in [param for group in optimizer.param_groups for param in group["params"]]:
+        self._others.add(optimizer)
+        for param in _params_of(optimizer):
             scaled = self._scaled.get(id(param))
             if scaled is None or param.grad is None or not scaled.is_as_it_was(param.grad):
                 continue
@@ -98,11 +116,5 @@ class ScaledForNone(Rule):
             return
 
 
-def _held_by_none() -> list[torch.Tensor]:
-    """The trainable parameters of models under amp that no optimizer under amp holds."""
-    held = {key for optimizer in optimizer_index.listed() for key in optimizer._amp_stash.leaves.ids()}
-    modules: dict[torch.nn.Module, None] = {}
-    for model in model_index.live:
-        modules.update(dict.fromkeys(model.modules()))
-    params = [param for module in modules for param in module._parameters.values() if param is not None]
-    return [param for param in params if param.requires_grad and id(param) not in held]
+def _params_of(optimizer: Any) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]

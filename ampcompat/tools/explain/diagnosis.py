@@ -15,7 +15,7 @@ from ampcompat.tools.explain.event import Event
 from ampcompat.tools.explain.fault import Fault
 from ampcompat.tools.explain.forwards import Forwards
 from ampcompat.tools.explain.growth import Grown
-from ampcompat.tools.explain.lost import MOST_SKIPS, WINDOW, LostStep, falling
+from ampcompat.tools.explain.lost import WINDOW, LostStep, falling
 from ampcompat.tools.explain.ops import GRADIENTS, op_fault
 from ampcompat.tools.explain.setting import setting_of
 from ampcompat.tools.explain.spoiled import SpoiledWeights
@@ -83,6 +83,7 @@ class Diagnosis:
     def look_into(self, case: Case) -> None:
         """Find what lost the step and tell it, or watch the next ones."""
         is_watched = self.watch.is_on
+        watched = ""
         if self.spoiled.since and (self.spoiled.by or not is_watched):
             case.lose_to(self.spoiled.by)  # weights that are not finite lose every step
             return
@@ -91,14 +92,14 @@ class Diagnosis:
         else:
             event, known = self.forwards.find(case.what == "gradients", case.is_nan_loss, case.block)
             if event is None:
-                known += self._watch_next(case.block.scaler)
+                watched = self._watch_next(case.block.scaler)
         for row in case.rows:
             row.was_watched = is_watched
-            row.was_looked_into = event is not None or bool(known)
+            row.was_looked_into = event is not None or bool(known or watched)
         if event is not None:
             self.blame(event, case)
-        elif known:
-            self._tell_of_unknown(case, known)
+        elif known or (watched and not self.telling.told):
+            self._tell_of_unknown(case, f"{known}{watched}")
 
     def _watch_next(self, scaler: LossScaler) -> str:
         """Watch the next steps; says so."""
@@ -172,13 +173,7 @@ class Diagnosis:
 
     # -- telling -----------------------------------------------------------------------------------------------------
     def _tell(self, fault: Fault) -> None:
-        """Tell of ``fault``; what was held back first, if it is likely to have made the weight grow."""
         self.watch.disarm()
-        if fault.growth is not None:
-            for held in self.telling.held:
-                cost = sum(row.fault == held.key for row in self.lost)
-                if cost > MOST_SKIPS:
-                    self.telling.tell(held)
         self.telling.tell(fault)
 
     def tell_of_persistent(self, case: Case) -> None:
@@ -187,8 +182,8 @@ class Diagnosis:
         if any(row.was_watched and self.telling.is_told(row.fault) for row in lately):
             return  # every third step is watched: another fault may have come
         growth = self._growth()
-        if growth is not None and self.telling.is_told(growth.cause):
-            case.lose_to(growth.cause)  # what is held back was seen before
+        if growth is not None and self.telling.is_told(growth.key):
+            case.lose_to(growth.key)  # what is held back was seen before
             return
         latest = case.steps[0].held
         if latest is not None and not latest.is_told and case.number - latest.step <= WINDOW:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.messages import Message
@@ -53,7 +53,7 @@ class Fault:
             "file": None if self.line is None else self.line.file,
             "line": None if self.line is None else self.line.number,
             "source": None if self.line is None else self.line.source,
-            "growth": None if self.growth is None else asdict(self.growth),
+            "growth": None if self.growth is None else self.growth.as_dict(),
             "hints": hints,
             "note": self.note,
             **self.facts,

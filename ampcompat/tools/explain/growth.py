@@ -31,6 +31,7 @@ RATE_FAR = 1.25
 class Grown:
     """A weight that steps made many times larger."""
 
+    optimizer: int  # the id of that which made them
     parameter: str  # qualified name, or "" where no live model has it
     before: float  # its largest magnitude some steps ago
     after: float  # and now
@@ -48,6 +49,16 @@ class Grown:
         rate = f", at lr={max(self.rates):g}" if self.rates else ""
         loss = "" if self.rise is None else f", and the loss from {self.rise[0]:.3g} to {self.rise[1]:.3g}"
         return f"{name} grew from {self.before:.3g} to {self.after:.3g} in {counted(self.steps, 'step')}{rate}{loss}"
+
+    def as_dict(self) -> dict[str, object]:
+        """The same for a line of JSON."""
+        names = ("parameter", "before", "after", "steps", "rates")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def key(self) -> str:
+        """The same for all weights of an optimizer: one outgrows the other."""
+        return f"growth of {self.optimizer}"
 
     @property
     def cause(self) -> str:
@@ -144,6 +155,7 @@ class History:
         times, index, param = max(grown, key=lambda one: one[0])
         rates = [rates[index] for rates in self.rates if index < len(rates)]
         return Grown(
+            optimizer=id(optimizer),
             parameter=name_of(param),
             before=before[id(param)],
             after=after[id(param)],

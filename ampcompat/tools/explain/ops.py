@@ -78,7 +78,7 @@ def _cause_and_key(event: Event, setting: Setting, misuse: Misuse | None) -> tup
     if misuse is not None:
         return misuse.cause, misuse.cause
     if setting.growth is not None and not stable_form(event):
-        return setting.growth.cause, setting.growth.cause
+        return setting.growth.cause, setting.growth.key
     is_too_large = _is_too_large_unscaled(event, setting.scale)
     stays_at_scale = event.depends_on_scale and not setting.comes_down and setting.scale > 1
     if stays_at_scale and not is_too_large:
@@ -223,7 +223,7 @@ def _largest(event: Event) -> str:
     if value is None:
         return "not known: the op does not compute in float32"
     if not math.isfinite(value):
-        name = _name_of(value, event.has_minus_inf)
+        name = _name_of(value, event.has_minus_inf_alone)
         is_given = event.op in (*GIVEN, ARGUMENT)
         return name if is_given else f"{name}, in float32 too with these inputs"
     if event.dtype == torch.float16 and value <= LARGEST:
@@ -233,8 +233,8 @@ def _largest(event: Event) -> str:
     return f"{value:.6g} ({dtype_name(event.dtype)} ends at {torch.finfo(event.dtype).max:.3g})"
 
 
-def _name_of(magnitude: float, has_minus_inf: bool) -> str:
+def _name_of(magnitude: float, is_negative: bool) -> str:
     """What torch prints for a number that is not finite."""
     if math.isnan(magnitude):
         return "NaN"
-    return "-inf" if has_minus_inf else "inf"
+    return "-inf" if is_negative else "inf"

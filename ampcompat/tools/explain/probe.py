@@ -46,7 +46,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.places = places
         self.events: list[Event] = []  # what was born, in order
-        self.came_in: list[Event] = []  # those of them that came into a forward with its input
+        self.came_in: list[Event] = []  # those of them that came into a forward with its input, or a buffer
         self.inputs: list[tuple[str, torch.Tensor]] = []  # of the last forward of each model
         # By storage: where what is not finite in it was born, and what was born there later.
         self.origins: dict[int, Event] = {}
@@ -89,8 +89,8 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     master = master_of(tensor)
                     value = largest(tensor if master is None else master.value)
                     place = Place(name, "", "", None, kind)
-                    has_minus_inf = bool((tensor == -torch.inf).any())
-                    self._born(tensor, op, place, value, rows=lost_rows(tensor), has_minus_inf=has_minus_inf)
+                    is_mask = bool((tensor.amin() == -torch.inf) & (tensor.amax() < torch.inf))
+                    self._born(tensor, op, place, value, rows=lost_rows(tensor), has_minus_inf_alone=is_mask)
                 elif op == "input":
                     self.came_in.append(origin)
 
@@ -98,7 +98,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not readable(tensor):
             return
         key = storage(tensor)
-        self._outside[key] = f"{what} {name} of {kind}"
+        self._outside[key] = _in_words(what, name, kind)
         if what == "parameter" and key not in self._weights:
             self._weights.add(key)
             self._unread.add(key)
@@ -114,6 +114,12 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             others = [one for number, one in enumerate(self.events) if one is not first and number not in self._hidden]
             first.alike = [one.place for one in others if _kind(one) == _kind(first)]
         return first
+
+    def writer_of(self, event: Event) -> Event | None:
+        """What has written the buffer that ``event`` is, after a forward was given it not finite already."""
+        name = _in_words("buffer", str(event.place.module), event.place.model)
+        found = [self.origins.get(key) for key, one in self._outside.items() if one == name]
+        return next((one for one in found if one is not None and one.op not in GIVEN), None)
 
     def _behind(self, event: Event) -> Event:
         """The birth of the inf that has made the 0 by which ``event`` divides, as in 1 / (1 + inf); else ``event``."""
@@ -279,7 +285,8 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _origin_of(self, call: Call, written: torch.Tensor | None) -> Event | None:
         """The origin of what is not finite in the inputs of an op; None where they are finite."""
-        if written is not None and storage(written) in self.origins:
+        is_replaced = written is not None and call.name == "copy_" and covers_storage(written)
+        if written is not None and not is_replaced and storage(written) in self.origins:
             return self.origins[storage(written)]
         # What other ranks have written into it since the collective was called came before this op.
         read = [tensor for tensor in call.inputs if tensor is not written or storage(tensor) in self._reduced]
@@ -307,6 +314,11 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             argument=call.name_of(unknown),
             rows=lost_rows(unknown),
         )
+
+
+def _in_words(what: str, name: str, model: str) -> str:
+    """As in "buffer mean of Net"."""
+    return f"{what} {name} of {model}"
 
 
 def _kind(event: Event) -> tuple[object, ...]:

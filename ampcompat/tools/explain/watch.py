@@ -109,6 +109,10 @@ class Watch:
             return None, " It came with the gradients of another rank."
         if event is None or event.op == UNSEEN:
             return None, _NOT_SHOWN
+        if event.op == "buffer":
+            writer = self._probe.writer_of(event)
+            self._probe.came_in += [] if writer is None else [writer]
+            return writer or event, ""
         if event.op == "parameter":
             # A static scale lets a loss that is not finite spoil the weights: the class weights of a loss came first.
             arguments = [one for one in self._probe.events if one.op == ARGUMENT and one.names_the_argument]
@@ -116,5 +120,5 @@ class Watch:
         return event, ""
 
     def came_in(self, event: Event) -> bool:
-        """Whether ``event`` is the birth of a value that came into a forward with its input."""
+        """Whether ``event`` is the birth of a value that came into a forward with its input, or a buffer."""
         return self._probe is not None and event in self._probe.came_in

@@ -69,7 +69,7 @@ def first_written(optimizer: Optimizer, step: int, history: History) -> Fault | 
         what=f"{name} ({dtype}): {not_finite} of {elements} elements are not finite",
         where=f"group {lost.group} of {optimizer_class}",
         cause=cause,
-        key=cause,
+        key=cause if growth is None else growth.key,
         head=f"Step {step} of {optimizer_class} left {'state' if lost.state else 'a weight'} that is not finite.",
         step=step,
         number=largest(lost.tensor),

@@ -571,19 +571,31 @@ def test_an_optimizer_that_amp_does_not_know_with_gradients_of_its_own(before_st
     assert warned(train) == []
 
 
-def test_an_optimizer_of_a_model_that_amp_does_not_have():
-    model, optimizer = start("O1")
-    other = torch.nn.Linear(6, 6)
-    plain = torch.optim.SGD(other.parameters(), lr=0.1)
+@pytest.mark.parametrize("is_in_block", [True, False])
+def test_an_optimizer_of_what_a_loss_learns(is_in_block):
+    """The centers of a center loss: in no model that amp has, and known once their optimizer has stepped."""
+    model, optimizer = start("O1", loss_scale="dynamic")
+    centers = torch.nn.Parameter(torch.zeros(6))
+    plain = torch.optim.SGD([centers], lr=0.1)
     x = torch.ones(4, 6)
 
     def train():
-        with amp.scale_loss(model(other(x)).float().mean(), optimizer) as scaled:
-            scaled.backward()
-        plain.step()
-        optimizer.step()
+        for _ in range(2):
+            optimizer.zero_grad()
+            plain.zero_grad()
+            near = (centers - 1).pow(2).mean()
+            loss = model(x).float().mean()
+            with amp.scale_loss(loss + near if is_in_block else loss, optimizer) as scaled:
+                scaled.backward()
+            if not is_in_block:
+                near.backward()
+            optimizer.step()
+            plain.step()
 
-    assert warned(train) == []
+    found = warned(train)
+    assert [message.split(" - ")[0] for message in found] == (
+        ["SGD.step() with gradients that a scale_loss block has left multiplied by the loss scale"] * is_in_block
+    )
 
 
 @pytest.mark.parametrize(("level", "kwargs"), [("O0", {}), ("O4", {}), ("O1", {"loss_scale": 1.0})])

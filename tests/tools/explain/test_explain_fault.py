@@ -453,13 +453,13 @@ def test_a_masked_score_is_not_blamed_for_a_lost_model(capsys):
 
 
 # -- a learning rate that is too high ----------------------------------------------------------------------------------
-def diverge(level, rate, steps=40, decay=1.0, **options):
+def diverge(level, rate, steps=40, decay=1.0, limit=1, **options):
     """Train a small net until it overflows, or for ``steps``."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
     model, optimizer = initialized(model, level, lr=rate, **options)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
-    explain_overflows(limit=1)
+    explain_overflows(limit=limit)
     x, y = torch.randn(16, 8), torch.randn(16, 4)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -475,6 +475,12 @@ def test_a_learning_rate_that_is_too_high(capsys, level):
     entry = fields(capsys.readouterr().err)[0]
     assert entry["hint"].startswith("a lower learning rate than 50, such as 0.5, a warmup, or clipped gradients")
     assert re.match(r"\S+ grew from \S+ to \S+ in \d+ steps?, at lr=50", entry["growth"])
+
+
+def test_weights_of_one_optimizer_that_grow_are_one_fault(capsys):
+    diverge("O1", 5.0, steps=60, limit=3)
+    grown = [entry["growth"] for entry in fields(capsys.readouterr().err) if "growth" in entry]
+    assert len(grown) == 1
 
 
 def test_clipping_is_no_cure_for_an_optimizer_that_divides_by_the_size_of_gradients(capsys):

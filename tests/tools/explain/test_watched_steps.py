@@ -742,3 +742,50 @@ def test_floats_of_8_bits_are_not_looked_at(capsys):
         optimizer.zero_grad()
         make_step(optimizer, model(WORDS).float().sum() * 1e3)
     assert last_words()
+
+
+class Codebook(nn.Module):
+    """Centers that follow what is nearest to them, as in a VQ-VAE: what is near to none is divided by next to nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.register_buffer("count", torch.full((16,), 1e-6))
+        self.register_buffer("centers", torch.ones(16, 8).cumsum(0))
+
+    def forward(self, x):
+        h = self.fc(x)
+        nearest = torch.cdist(h.float(), self.centers.float()).argmin(-1)
+        quantized = self.centers[nearest]
+        self.centers.data.copy_(self.centers.new_ones(16, 8) / self.count[:, None])  # here
+        return (h - quantized).float()
+
+
+def test_what_writes_a_buffer_is_found(capsys):
+    model, optimizer = started(Codebook(), "O2")
+    for _ in range(6):
+        optimizer.zero_grad()
+        make_step(optimizer, (model(WORDS) * 1e-2).pow(2).mean())
+    first, second = explanations(capsys.readouterr().err)
+    assert first["what"].startswith("buffer centers was not finite before the forward: ")
+    assert not any("cast it to" in text for text in first.values())  # it was finite then
+    assert second["line"].endswith("# here")
+    assert re.search(r"the cause (of \d+ of these )?is \S+:\d+ \(div\)\.$", last_words()[-1].head)
+
+
+def test_where_no_more_is_run_again_a_known_cause_is_enough(capsys, monkeypatch):
+    monkeypatch.setattr("ampcompat.tools.explain.forwards.MOST_RUN_AGAIN", 3)
+    model, optimizer = started(nn.Sequential(nn.Linear(8, 8), Log()))
+    for _ in range(8):
+        optimizer.zero_grad()
+        make_step(optimizer, model(WORDS).mean())
+    (told,) = explanations(capsys.readouterr().err)
+    assert "log" in told["what"]
+    assert last_words()[-1].head.startswith("8 of 8 steps were skipped; the cause is ")
+
+
+class Log(nn.Module):
+    """Of what is 0."""
+
+    def forward(self, x):
+        return torch.log(x.float() * 0)
