@@ -56,6 +56,7 @@ class Event:
     may_reach_layer: bool = False  # of torch, in the forward; no longer known once it was made finite
     at_end_of_forward: float = 0.0  # the largest magnitude of the last op that the value reaches there, in float32
     spread: Place | None = None  # where an inf was turned into NaN
+    is_divided_by_sum: bool = False  # there, as in exp(x) / exp(x).sum()
     node: str = ""  # in backward, of the autograd graph
     description: str = ""  # for ARGUMENT: which tensor it is
     argument: str = ""  # and the name of that argument
@@ -93,11 +94,6 @@ class Event:
     def is_nan(self) -> bool:
         """Whether it was NaN from the first."""
         return self.value is not None and math.isnan(self.value)
-
-    @property
-    def is_divided_by_inf(self) -> bool:
-        """Whether inf / inf was made of it, as of an exponential and a sum of these."""
-        return self.spread is not None and self.spread.function in ("div", "truediv", "__truediv__")
 
     @property
     def depends_on_scale(self) -> bool:

@@ -26,6 +26,7 @@ _WHOLE = (
 #: And those that make them of nothing.
 _MAKE_WHOLE = ("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "arange")
 _PRODUCTS = ("mul", "pow")
+_SUMS = ("sum", "index_add", "scatter_add", "scatter_reduce")
 #: Ops that make the gradient that a backward begins with.
 _ROOTS = ("ones_like", "ones")
 
@@ -98,6 +99,21 @@ class MadeTensors:
         if not is_view:
             self._of_storages[storage(out)] = made
         return made
+
+    def is_quotient_of_sum(self, call: Call, op: str) -> bool:
+        """Whether ``call`` divides what ``op`` gave by a sum of such, as exp(x) / exp(x).sum()."""
+        divisor = call.denominator
+        if divisor is None:
+            return False
+        dividend = self.of(tensor for tensor in call.inputs if tensor is not divisor)
+        if not any(made.op == op for source in dividend for made in source.chain()):
+            return False
+        one: Made | None = next(iter(self.of([divisor])), None)
+        while one is not None:
+            if one.op.removesuffix("_") in _SUMS:
+                return True
+            one = one.largest_input
+        return False
 
     def is_whole(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` was made of whole numbers alone, or came from outside with these alone."""

@@ -190,7 +190,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.events[made.hides].may_reach_layer = True
             if not is_view and covers_storage(out):
                 self.origins.pop(storage(out), None)
-                self.twins.forget(out)
+                self.twins.renew(call, out, result)
             return
         origin = self._origin_of(call, out if is_written else None)
         beside_mask = None if origin is None or not origin.is_mask else _lost_beside(call, out)
@@ -206,6 +206,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             origin = self._reaching(call, out, origin, made)
         if origin.spread is None and not origin.is_nan and bool(torch.isnan(out).any()):
             origin.spread = made.place
+            origin.is_divided_by_sum = self.made.is_quotient_of_sum(call, origin.op)
         self.origins[storage(out)] = origin
 
     def _born_of(self, call: Call, out: torch.Tensor, result: object, made: Made, sources: list[Made]) -> Event:

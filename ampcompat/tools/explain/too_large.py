@@ -16,7 +16,7 @@ from ampcompat.tools.explain.in_float32 import (
 )
 from ampcompat.tools.explain.made import WRITTEN
 from ampcompat.tools.explain.setting import Setting
-from ampcompat.tools.explain.undefined import LOGARITHMS, MOST_EXPONENT, stable_form
+from ampcompat.tools.explain.undefined import LOGARITHMS, MOST_EXPONENT, OF_THEIR_SUM, stable_form
 from ampcompat.tools.tensors import LARGEST
 
 _MULTIPLICATIONS = ("mul", "mul_", "div", "div_", "add", "add_", "addmm", "baddbmm")
@@ -24,6 +24,7 @@ _MULTIPLICATIONS = ("mul", "mul_", "div", "div_", "add", "add_", "addmm", "baddb
 CAST_FUNCTIONS = ("to", "float", "half", "bfloat16", "type")
 #: An exponential that multiplies a gradient by more is what makes it large.
 _LARGE_FACTOR = 1e3
+_ROOT_OF_FLOAT32 = math.sqrt(torch.finfo(torch.float32).max)
 #: How much less than the largest float16 a gradient is to be: there is a loss scale in it.
 _SPARE = 16
 #: A line that runs so often, each time with a result that is larger by so much, is a loop that grows.
@@ -52,8 +53,10 @@ def in_forward(event: Event, setting: Setting) -> list[str]:
     if event.op == "exp" and event.elements == 1 and is_of_parameter:  # a learned temperature
         return [".clamp(max=4.6) on what goes into exp: a factor of 100 at most, as in CLIP", *bfloat16(setting)]
     ways = forward_in_float32(event, setting)
+    if event.op == "exp" and event.is_divided_by_sum:
+        return [OF_THEIR_SUM, *ways]
     stays_large = event.op == "exp" and event.at_end_of_forward > LARGEST  # and so is its gradient
-    if stays_large or ways[:1] == bfloat16(setting):  # float32 is needed in many places
+    if stays_large or _is_barely_in_float32(event) or ways[:1] == bfloat16(setting):  # float32 is needed in many places
         ways = [*_smaller_exponent(event), *ways]
     constant = _smaller_constant(event)
     if event.at_end_of_forward > LARGEST or not ways:
@@ -66,6 +69,11 @@ def _smaller(event: Event) -> str:
     if event.value is None or not event.comes_from.startswith(("buffer", "parameter")):
         return SMALLER_INPUTS
     return f"smaller numbers in {event.comes_from}: it reaches {event.value:.3g}, and float16 ends at {LARGEST:g}"
+
+
+def _is_barely_in_float32(event: Event) -> bool:
+    """Whether float32 has no square of an exponential: a batch in which it is larger is likely to come."""
+    return event.op == "exp" and event.value is not None and event.value > _ROOT_OF_FLOAT32
 
 
 def _smaller_exponent(event: Event) -> list[str]:
@@ -126,7 +134,8 @@ def in_backward(event: Event, setting: Setting) -> list[str]:
     if event.value is None:
         return [_SMALLER_LOSS, *_gradient_in_float32(event, setting), *bfloat16(setting)]
     if event.is_of_forward:
-        return [*_gradient_in_float32(event, setting), *bfloat16(setting)]
+        first = _smaller_exponent(event) if _is_barely_in_float32(event) else []
+        return [*first, *_gradient_in_float32(event, setting), *bfloat16(setting)]
     plain = event.value / setting.scale
     if plain > LARGEST:
         factor = 10.0 ** math.floor(math.log10(LARGEST / (_SPARE * plain)))

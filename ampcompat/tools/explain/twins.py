@@ -33,6 +33,14 @@ class Twins:
         """Note that what ``tensor`` held before is gone."""
         self._of_storages.pop(storage(tensor), None)
 
+    def renew(self, call: Call, out: torch.Tensor, result: object) -> None:
+        """Note that ``out`` holds something else, which is finite: of inf, that may be far from what float32 makes."""
+        reaches = any(self.of(tensor) is not None for tensor in call.inputs if tensor is not out)
+        wide = call.in_float32(self.of) if reaches else None
+        self.forget(out)
+        if wide is not None:
+            self._keep(result, wide)
+
     def begin(self, call: Call, result: object) -> float | None:
         """Compute the op that gave what is not finite in float32.
 

@@ -19,6 +19,7 @@ _OF_SIGMOID = (
     "F.logsigmoid(x) in place of log(sigmoid(x)), F.logsigmoid(-x) in place of log(1 - sigmoid(x)), or"
     " F.binary_cross_entropy_with_logits, which takes logits"
 )
+OF_THEIR_SUM = "exp(x - x.max()) in place of exp(x), which is divided by as much"
 _BOUND = ".float().clamp_min(1e-6)"
 #: What an exponential in a model may be given: layers multiply the result, and float16 ends at e ** 11.
 MOST_EXPONENT = 5
@@ -147,8 +148,8 @@ _UNDEFINED = (
         "a division by zero{zeros}: add an eps to the denominator, as in / (... + {eps})",
     ),
     _Cure(
-        lambda event: event.op == "exp" and event.is_divided_by_inf,
-        "exp of more than 88 is beyond float32 too: exp(x - x.max()) in place of exp(x), which is divided by as much",
+        lambda event: event.op == "exp" and event.is_divided_by_sum,
+        f"exp of more than 88 is beyond float32 too: {OF_THEIR_SUM}",
     ),
     _Cure(
         lambda event: event.op in ("exp", "expm1", "sinh", "cosh"),
@@ -189,7 +190,7 @@ def undefined(event: Event, setting: Setting) -> list[str]:
         eps = "1e-3" if setting.half == "float16" else "1e-6"  # the gradient is multiplied by its reciprocal
         text = cure.text.format(
             op=event.op,
-            function=event.place.function or "this",
+            function=_function(event),
             underflowed="" if underflowed is None else underflowed.place.function or underflowed.op,
             wide=".float()" if event.dtype in HALF_DTYPES else "",
             inside=".clamp_min(1.001)" if event.node.startswith("Acosh") else ".clamp(-0.999, 0.999)",
@@ -212,6 +213,13 @@ def undefined(event: Event, setting: Setting) -> list[str]:
             f"if it is finite with --opt-level O0, {setting.half} rounded its inputs: keep in float32 what makes them"
         )
     return found
+
+
+def _function(event: Event) -> str:
+    """As in "sqrt"; of a power with its exponent, for a line may have several."""
+    if event.op == "pow" and event.backward and event.scalars:
+        return f"pow(x, {event.scalars[0] + 1:.3g})"
+    return event.place.function or "this"
 
 
 def is_singular(event: Event) -> bool:

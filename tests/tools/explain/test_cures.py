@@ -77,10 +77,36 @@ class Vae(nn.Module):
 
 
 def vae_in_half(cure):
-    exponent, after = (lambda t: t), (lambda std: std / std.sum())
+    exponent, after = (lambda t: t), (lambda std: std / std.amax())
     if cure is not None:
-        exponent, after = (lambda t: t.float()), (lambda std: (std / std.sum()).half())
+        exponent, after = (lambda t: t.float()), (lambda std: (std / std.amax()).half())
     train(Vae(14.0, exponent, after), "O2", lambda m: m(X).float().pow(2).mean())
+
+
+def softmax_by_hand(cure):
+    exponent = (lambda t: t) if cure is None else (lambda t: eval(cure[1], {"x": t}))
+    train(Vae(14.0, exponent, lambda std: std / std.sum()), "O2", lambda m: m(X).float().pow(2).mean())
+
+
+class Surrogate(torch.autograd.Function):
+    """The gradient of a sigmoid for that of a step, written out."""
+
+    @staticmethod
+    def forward(ctx, x, most):
+        ctx.save_for_backward(x)
+        ctx.most = most
+        return (x > 0).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        e = torch.exp((-8 * x).clamp(max=ctx.most))
+        return grad * e / (1 + e) ** 2, None
+
+
+def exponential_that_float32_just_holds(cure):
+    most = 1e4 if cure is None else float(cure[1])
+    train(Layers(lambda h: Surrogate.apply(h * 1e-3 - 8.0, most)), "O3")
 
 
 def vae_far_beyond_half(cure):
@@ -745,6 +771,8 @@ CURES = {
     scale_that_cannot_come_down: r"no min_loss_scale, or one far below 1048576: this gradient needs \d+,",
     half_too_early: r"cast it where it is small again: half\(\) after what makes it smaller; here it reaches",
     vae_in_half: r"\.float\(\) on what goes into exp, and \.half\(\) on what comes of it",
+    softmax_by_hand: r"exp\((x - x\.max\(\))\) in place of exp\(x\)",
+    exponential_that_float32_just_holds: r"\.clamp\(max=(\d+)\) on what goes into exp: it reaches 6\S+, and float16",
     vae_far_beyond_half: r"\.clamp\(max=(\d+)\) on what goes into exp: it reaches 3\d\S*, and float16 ends",
     exponential_behind_a_layer: r"\.clamp\(max=(\d+)\) on what goes into exp in \S+\.py:\d+, best where that is made",
     log_of_one_less_one: r"the logarithm of 0 \(or of less\): \.float\(\)\.clamp_min\((.*)\) on what goes",

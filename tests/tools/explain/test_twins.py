@@ -89,3 +89,16 @@ def test_random_numbers_stay_those_of_the_run(probe):
         torch.manual_seed(0)
         F.rrelu((BIG * BIG).float(), training=True)
         assert torch.equal(drawn, torch.rand(4))
+
+
+@pytest.mark.on_cpu
+def test_what_is_made_of_inf_and_finite_has_a_twin(probe):
+    """As the factor by which a norm divides: of inf it is 0, and what is multiplied by it is lost twice."""
+    y = BIG * BIG
+    scale = torch.rsqrt(y.float().pow(2).mean())
+    scaled = y.float() * scale
+    twin = probe.twins.of(scaled)
+    with probe.paused():
+        wide = BIG.float() * BIG.float()
+        assert scale == 0
+        assert torch.equal(twin, wide * torch.rsqrt(wide.pow(2).mean()))

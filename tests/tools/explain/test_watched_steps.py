@@ -745,7 +745,7 @@ def test_floats_of_8_bits_are_not_looked_at(capsys):
 
 
 class Codebook(nn.Module):
-    """Centers that follow what is nearest to them, as in a VQ-VAE: what is near to none is divided by next to nothing."""
+    """Centers that follow what is nearest, as in a VQ-VAE: those that are near to nothing are divided by next to 0."""
 
     def __init__(self):
         super().__init__()
