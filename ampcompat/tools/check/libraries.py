@@ -9,6 +9,8 @@ from ampcompat.tools.check.source import Source
 
 #: Classes that call apex, and the package that has each.
 CLASSES = {"ApexScaler": "timm", "ApexOptimWrapper": "mmengine"}
+#: Packages whose classes and functions take these arguments.
+LIBRARIES = ("transformers", "pytorch_lightning", "lightning", "ignite")
 #: Arguments by which transformers, Lightning and ignite are told to use apex: ``Trainer(amp_backend="apex")``.
 BACKENDS = ("amp_backend", "amp_mode", "fp16_backend", "half_precision_backend")
 
@@ -22,6 +24,10 @@ def uses_of_apex(source: Source) -> Iterator[tuple[ast.AST, str]]:
     for node, name in names:
         if name in CLASSES and source.imports(CLASSES[name]):
             yield node, f"{CLASSES[name]}.{name}"
-    for keyword in source.kind(ast.keyword):
-        if keyword.arg in BACKENDS and isinstance(keyword.value, ast.Constant) and keyword.value.value == "apex":
-            yield keyword.value, keyword.arg
+    for call in source.calls:
+        package = source.full_name(call.func).partition(".")[0]
+        if package and package not in LIBRARIES:
+            continue  # as one of the script's own modules, whose imports are renamed
+        for keyword in call.keywords:
+            if keyword.arg in BACKENDS and isinstance(keyword.value, ast.Constant) and keyword.value.value == "apex":
+                yield keyword.value, keyword.arg

@@ -4,29 +4,67 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from ampcompat.tools.check.bindings import dotted
 from ampcompat.tools.check.settings import initializations
-from ampcompat.tools.check.source import Source, argument
+from ampcompat.tools.check.source import UNPARSABLE, Source, argument
 from ampcompat.tools.check.values import options
 from ampcompat.tools.migrate.edits import Edits
+from ampcompat.tools.migrate.mentions import last_name
 
 #: Methods that compute no output: those of ``torch.nn.Module``, and those that are named for parameters or states.
 HARMLESS = re.compile(
     r"forward|add_module|apply|bfloat16|buffers|children|cpu|cuda|double|eval|float|get_buffer|get_submodule|half|modules|"
     r"named_\w+|(register|remove)_\w+|requires_grad_|share_memory|to|train|type|zero_grad|(load|save)(_\w+)?|\w*(param|state)\w*"
 )
+#: Methods that models have, and other attributes of a trainer do not.
+OF_MODELS = ("parameters", "named_parameters", "train", "eval")
 HALF = ("torch.half", "torch.float16", "torch.HalfTensor", "torch.cuda.HalfTensor")
 
 
-def look_at_methods(edits: Edits) -> None:
+def models_of_classes(codes: Iterable[str]) -> dict[str, frozenset[str]]:
+    """The models that each class of a program gives ``initialize``, as ``self.gen``: its subclasses have them, too."""
+    found = {}
+    for code in codes:
+        if "initialize" not in code or "apex" not in code:
+            continue
+        try:
+            source = Source("", code)
+        except UNPARSABLE:
+            continue
+        found.update(_models_by_class(source))
+    return found
+
+
+def _models_by_class(source: Source) -> dict[str, frozenset[str]]:
+    """The attributes of each class that calls ``initialize`` that are models: they have parameters, or are trained."""
+    found = {}
+    given = {name for name in _models(source) if name.startswith("self.")}
+    for node in source.kind(ast.ClassDef):
+        inside = set(ast.walk(node))
+        if not inside & set(source.calls_to("apex.amp.initialize")):
+            continue
+        owners = {dotted(call.func).rpartition(".") for call in source.calls if call in inside}
+        found[node.name] = frozenset(
+            given | {owner for owner, _, method in owners if owner.startswith("self.") and method in OF_MODELS}
+        )
+    return found
+
+
+def look_at_methods(edits: Edits, known: Mapping[str, frozenset[str]]) -> None:
     """Note each ``loss = model.loss(x)``, and at O2 and O3 each ``y = model.infer(x)``; mark ``model.infer(x.half())``.
 
     ``initialize`` is given the model, ``scale_loss`` the loss. The script had ``infer`` run in half precision.
+
+    Args:
+        edits: Of the file.
+        known: The models of classes in other files, of which those in this one may be made. Losses stand there, too.
     """
     source = edits.source
-    models = set(_models(source))
+    models = {*_models(source), *(name for names in _models_by_class(source).values() for name in names)}
+    inherited = {name for names in _inherited(source, known) for name in names} - models
+    models |= inherited
     harmless = _methods_that_run_forward(source)
     in_losses = set(_calls_in_losses(source))
     halves = _half_names(source)
@@ -42,12 +80,17 @@ def look_at_methods(edits: Edits) -> None:
                 f"{model}.{method}(...) is given half precision, and weights are float32: call it under "
                 "torch.autocast, or without the cast",
             )
-        elif call in in_losses or (had_half_weights and given and _is_read(source, call)):
+        elif call in in_losses or ((had_half_weights or model in inherited) and given and _is_read(source, call)):
             edits.notes.append(
                 f"line {call.lineno}: {model}.{method}(...) runs in float32 unless it calls the model itself, since "
                 "only the forward of a model is under autocast; call it under torch.autocast and use .float() of what "
                 "it returns"
             )
+
+
+def _inherited(source: Source, known: Mapping[str, frozenset[str]]) -> Iterator[frozenset[str]]:
+    for node in source.kind(ast.ClassDef):
+        yield from (known[last_name(base)] for base in node.bases if last_name(base) in known)
 
 
 def _calls_in_losses(source: Source) -> Iterator[ast.Call]:

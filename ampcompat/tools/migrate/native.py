@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ampcompat.tools.check.bindings import dotted
@@ -42,7 +43,8 @@ FLATTENED = ("apex.amp.amp", "apex.amp.frontend", "apex.amp.handle", "apex.amp.s
 _TESTS = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.If, ast.IfExp, ast.While, ast.Assert)
 #: What to write for names of apex.amp that ``native_amp`` does not have.
 INSTEAD = {
-    "init": f"{NAME} has no handle; call amp.initialize(model, optimizer) once, and amp.scale_loss for its scale_loss",
+    "init": f"{NAME} has no handle; call amp.initialize(model, optimizer, opt_level=...) once, without an optimizer"
+    " where nothing is trained, and amp.scale_loss for its scale_loss",
     "promote_function": f"{NAME} does not have it; cast the arguments to the widest of their dtypes",
     "register_promote_function": f"{NAME} does not have it; cast the arguments to the widest of their dtypes",
     "_amp_stash": f"{NAME} does not have it; weights are float32, and their own masters",
@@ -60,14 +62,15 @@ IN_PLACE_OF_CLASS = (
 IN_PLACE_OF_ARGUMENT = "the library calls apex itself; have it use torch's autocast, which it may call native"
 
 
-def rewrite_native(source: Source, package: str = "") -> Result:
+def rewrite_native(source: Source, package: str = "", models: Mapping[str, frozenset[str]] | None = None) -> Result:
     """The source without apex, as far as ``native_amp`` and torch have what it uses.
 
     Args:
         source: The parsed source.
         package: The package that ``native_amp`` is in; ``""`` if it stands beside the script.
+        models: Those that classes of other files give ``initialize``, by the names of the classes.
     """
-    return _Rewriting(source, package).result()
+    return _Rewriting(source, package, models or {}).result()
 
 
 class Use(NamedTuple):
@@ -85,10 +88,11 @@ class _Rewriting:
         left: Names of apex that are still used, by the symbol that their import names.
     """
 
-    def __init__(self, source: Source, package: str) -> None:
+    def __init__(self, source: Source, package: str, models: Mapping[str, frozenset[str]]) -> None:
         self.source = source
         self.edits = Edits(source)
         self.package = package
+        self.models = models
         self.needs_amp = False
         self.needs_torch = False
         self.reads = _names_read(source)
@@ -116,7 +120,7 @@ class _Rewriting:
             self._import(plain)
         for statement in self.source.kind(ast.ImportFrom):
             self._import_from(statement)
-        look_at_methods(self.edits)
+        look_at_methods(self.edits, self.models)
         self._libraries()
         code = self.edits.apply()
         if self.needs_torch and not _binds_torch(self.source):
@@ -371,7 +375,7 @@ def _import_of(name: str, bound: str, symbol: str) -> str:
 def _why_left(symbol: str) -> str:
     """What to do about a symbol that is left."""
     if symbol == "apex":
-        return "what is left of it is marked below"
+        return "what is left of it is marked below; delete this line when nothing is"
     if symbol.startswith("apex.amp."):
         name = symbol.rpartition(".")[2]
         return f"it is {NAME}.{name}" if has(name) else INSTEAD.get(name, f"{NAME} does not have it")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,8 @@ from ampcompat.tools.check.files import SUFFIXES, Text, Unreadable, decode, is_n
 from ampcompat.tools.check.manifests import is_manifest, is_requirement, places
 from ampcompat.tools.check.split_lines import indent_of, lines_of
 from ampcompat.tools.migrate.change import Change
-from ampcompat.tools.migrate.home import homes, imported
+from ampcompat.tools.migrate.home import Home, homes, imported
+from ampcompat.tools.migrate.methods import models_of_classes
 from ampcompat.tools.migrate.parts import NAME, PARTS, needed_by, parts_named_in, parts_of, written
 from ampcompat.tools.migrate.result import MARK, Result
 from ampcompat.tools.migrate.source import MENTION, migrate_source
@@ -46,10 +47,8 @@ def _with_native_amp(changes: list[Change], paths: Sequence[Path]) -> list[Chang
     if not wanting and not copies:
         return changes
     found = homes(wanting, codes)
-    done = [
-        migrate_file(change.path, change.name, "native", found[change.path].package) if change.path in found else change
-        for change in changes
-    ]
+    models = models_of_classes(codes.values())
+    done = [_again(change, found.get(change.path), models) for change in changes]
     wanted_in: dict[Path, Change] = {copy.path.parent: copy for copy in copies}
     for change in changes:
         if change.path in found:
@@ -62,6 +61,13 @@ def _with_native_amp(changes: list[Change], paths: Sequence[Path]) -> list[Chang
         is_seen = any(path in (folder, *folder.parents) for path in read_in)
         kept += _copy_in(folder, wanting_it, parts if is_seen else PARTS, is_wanted)
     return kept
+
+
+def _again(change: Change, home: Home | None, models: Mapping[str, frozenset[str]]) -> Change:
+    """The same change, now that it is known where ``native_amp`` goes, and what classes of other files do."""
+    if home is None and not models:
+        return change
+    return migrate_file(change.path, change.name, "native", "" if home is None else home.package, models)
 
 
 def _texts(changes: Sequence[Change], paths: Sequence[Path]) -> Iterator[str | None]:
@@ -124,7 +130,9 @@ LACKING = (
 )
 
 
-def migrate_file(file: Path, name: str, to: str, package: str = "") -> Change:
+def migrate_file(
+    file: Path, name: str, to: str, package: str = "", models: Mapping[str, frozenset[str]] | None = None
+) -> Change:
     """Describe what becomes of one file.
 
     Args:
@@ -132,6 +140,7 @@ def migrate_file(file: Path, name: str, to: str, package: str = "") -> Change:
         name: Its path relative to the migrated directory.
         to: The target.
         package: For ``native``: the package that ``native_amp`` is in.
+        models: For ``native``: those that classes of other files give ``initialize``, by the names of the classes.
     """
     try:
         old = decode(read(file))
@@ -143,7 +152,7 @@ def migrate_file(file: Path, name: str, to: str, package: str = "") -> Change:
         if is_notebook(file.name):
             is_of_apex = MENTION.search(old.code) is not None
             return Change(file, name, problem=NOTEBOOKS[to] if is_of_apex else "")
-        result = migrate_source(old.code, to, package)
+        result = migrate_source(old.code, to, package, models)
         if is_manifest(str(file)):
             marked = _without_apex(file, result.code, to)
             result = replace(result, code=marked.code, todos=marked.todos)

@@ -409,3 +409,46 @@ def test_a_new_file_is_a_diff_that_patch_takes(tmp_path):
 def test_files_without_a_name_of_apex_are_not_parsed(tmp_path):
     (tmp_path / "a.py").write_text("import torch\nprint 'no such syntax'\n")
     assert [(change.changed, change.problem) for change in migrate_tree(tmp_path, "native")] == [(False, "")]
+
+
+BASE = """\
+from apex import amp
+
+class Base:
+    def __init__(self, gen, opt):
+        self.gen = gen
+        self.params = list(self.gen.parameters())
+        self.setup([gen], opt)
+
+    def setup(self, models, opt):
+        self.models, self.opt = amp.initialize(models, opt, opt_level="O1")
+"""
+TRAINER = """\
+from base import Base
+
+class Trainer({base}):
+    def train(self, x):
+        x = x.half()
+        self.log.add(x)
+        return self.gen.encode(x)
+
+    def sample(self, x):
+        return self.gen.decode(x)
+"""
+
+
+@pytest.mark.parametrize("base", ["Base", "base.Base", "Other"])
+def test_a_class_whose_base_is_in_another_file(base, tmp_path):
+    """It calls methods of the models that its base gives ``initialize``, and does not name apex."""
+    (tmp_path / "base.py").write_text(BASE)
+    (tmp_path / "train.py").write_text(TRAINER.format(base=base))
+    changes = {change.name: change for change in migrate_tree(tmp_path, "native")}
+    change = changes["train.py"]
+    if base == "Other":
+        assert (change.todos, change.notes) == ([], [])
+        return
+    ((line, message),) = change.todos
+    assert (line, message.partition(" is ")[0]) == (7, "self.gen.encode(...)")
+    (note,) = change.notes
+    assert note.startswith("line 10: self.gen.decode(...) runs in float32")
+    assert not change.needs_amp
