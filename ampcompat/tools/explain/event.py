@@ -55,7 +55,8 @@ class Event:
     beyond: list[Beyond] = field(default_factory=list)  # what the value reaches, and half does not hold either
     may_reach_layer: bool = False  # of torch, in the forward; no longer known once it was made finite
     at_end_of_forward: float = 0.0  # the largest magnitude of the last op that the value reaches there, in float32
-    spread: Place | None = None  # where an inf was turned into NaN
+    spread: Place | None = None  # where an inf was turned into what ``becomes`` says
+    becomes: str = "NaN"
     is_divided_by_sum: bool = False  # there, as in exp(x) / exp(x).sum()
     node: str = ""  # in backward, of the autograd graph
     description: str = ""  # for ARGUMENT: which tensor it is

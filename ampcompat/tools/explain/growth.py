@@ -24,7 +24,7 @@ LOSS_FAR, FAR_WITH_LOSS = 100.0, 3.0
 #: Losses that are means of likelihoods or similarities end above it.
 LEAST_LOSS = -10.0
 #: A learning rate that became so many times higher is to blame itself: a warmup that goes well is slower.
-RATE_FAR = 1.25
+RATE_FAR = 1.05
 
 
 @dataclass

@@ -91,7 +91,7 @@ def _details(event: Event, scale: float) -> list[tuple[str, str]]:
     """Labels and texts of what else is told."""
     details = [("value" if event.is_nan else "largest", _largest(event))]
     if event.spread is not None and event.spread != event.place:
-        details.append(("then", _spread(event.spread)))
+        details.append(("then", f"became {event.becomes} in {_spot(event.spread)}"))
     made = event.grown_at(scale)
     grown = _grown(event, scale)
     if grown and made is not None:
@@ -202,11 +202,11 @@ def _where(event: Event) -> str:
     return f"{place.module} ({place.kind}), in {place.model}"
 
 
-def _spread(place: Place) -> str:
-    """Where what was infinite became NaN."""
+def _spot(place: Place) -> str:
+    """As in "softmax() of attn"."""
     spot = " outside of any module" if place.module is None else f" of {place.module or place.kind}"
     op = f"{place.function}()" if place.function else "an op"
-    return f"became NaN in {op}{spot}"
+    return f"{op}{spot}"
 
 
 def _alike(event: Event) -> str:

@@ -122,20 +122,16 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return next((one for one in found if one is not None and one.op not in GIVEN), None)
 
     def _behind(self, event: Event) -> Event:
-        """The birth of the inf that has made the 0 by which ``event`` divides, as in 1 / (1 + inf); else ``event``."""
-        if not event.zeros:
+        """The birth of the inf that has made the 0 that ``event`` stumbles over, as in log(1 / inf); else ``event``."""
+        if not event.is_undefined:
             return event
         sources = [made for one in event.made for made in (one, one.largest_input) if made is not None]
-        hidden = [
-            self.events[made.hides]
-            for made in sources
-            if made.op.removesuffix("_") in DIVISIONS and made.hides is not None
-        ]
-        behind = next((one for one in hidden if one.out_of_range), None)
-        if behind is None:
-            return event
-        behind.spread = event.place
-        return behind
+        for made in sources:
+            behind = None if made.hides is None else self.events[made.hides]
+            if behind is not None and behind.out_of_range and made.op.removesuffix("_") in DIVISIONS:
+                behind.spread, behind.becomes = made.place._replace(function=made.op), "0"
+                return behind
+        return event
 
     def received(self, grads: Iterable[torch.Tensor]) -> None:
         """Note gradients that a backward begins with."""

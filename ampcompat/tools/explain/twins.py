@@ -13,7 +13,7 @@ from ampcompat.tools.core import tensors_in
 from ampcompat.tools.explain.call import Call
 from ampcompat.tools.explain.event import Beyond, Event
 from ampcompat.tools.explain.places import Place
-from ampcompat.tools.tensors import LARGEST, largest, readable, storage
+from ampcompat.tools.tensors import LARGEST, is_finite, largest, readable, storage
 
 
 class Twins:
@@ -42,12 +42,12 @@ class Twins:
             self._keep(result, wide)
 
     def begin(self, call: Call, result: object) -> float | None:
-        """Compute the op that gave what is not finite in float32.
+        """Compute the op that gave what is not finite in float32, from what it was given as far as that is finite.
 
         Returns:
             The largest magnitude; None where the op does not take float32.
         """
-        wide = call.in_float32(self.of)
+        wide = call.in_float32(lambda tensor: None if is_finite(tensor) else self.of(tensor))
         if wide is None:
             return None
         self._keep(result, wide)

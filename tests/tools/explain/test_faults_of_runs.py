@@ -774,13 +774,25 @@ FAULTS = {
     "a distance whose inverse is 0": Fault(
         {
             "what": "aten::sum left the range of float16: 4 of 4 values",
-            "then": "became NaN in div() of Layer",
+            "then": "became 0 in reciprocal() of Layer",
             "hint": "compute it in float32: .float() on what goes into sum, and .half() on what comes of it",
         },
         r"the cause is .*\(sum\)\.$",
         model=lambda: Layer(lambda y: shares(y.pow(2).sum(1, keepdim=True)), weight=1.0),
         level="O2",
         batch=lambda step: torch.full((4, 8), 15.0),
+    ),
+    "an area whose share is 0, under a logarithm": Fault(
+        {
+            "next what": "aten::mul left the range of float16",
+            "next then": "became 0 in div() outside of any module",
+            "next hint": "compute the loss in float32: ",
+        },
+        r"the cause is \S+ \(mul\)\.$",
+        count=2,
+        model=lambda: Layer(weight=1.0),
+        batch=lambda step: torch.full((4, 8), 50.0),
+        loss=lambda y: -torch.log((y + 1) / (y * y + 1)).mean(),
     ),
     "a table that the cast loses": Fault(
         {
