@@ -64,6 +64,11 @@ class Forward:
         return any(grad is not None for grad in self.grads)
 
     @property
+    def is_lost(self) -> bool:
+        """Whether it has returned what is not finite. A host sync an output."""
+        return not all(is_finite(tensor) for tensor, _ in self._outputs)
+
+    @property
     def is_as_it_was(self) -> bool:
         """Whether nothing has written its inputs, or its model's weights, since; and one process can run it."""
         model = self.model()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 
@@ -75,6 +76,15 @@ class Forwards:
         except Exception as error:  # the run that is observed must go on whatever happens here
             return None, f" The batch could not be run again: {type(error).__name__}: {error}."
         return None, _what_is_known(findings, of_backward, block)
+
+    def find_in_latest(self) -> Event | None:
+        """Find the origin of what the latest forward has returned and is not finite; None where it is finite."""
+        latest = self.kept[-1] if self.kept else None
+        if latest is None or not latest.is_lost or not latest.is_as_it_was:
+            return None
+        with contextlib.suppress(Exception):  # the run has ended, and that well
+            return run_again(latest, backward=False).event
+        return None
 
 
 def _what_is_known(findings: Sequence[Finding], of_backward: bool, block: BlockScale) -> str:

@@ -27,6 +27,7 @@ from ampcompat.tools.core import (
     was_skipped,
 )
 from ampcompat.tools.explain.diagnosis import Case, Diagnosis
+from ampcompat.tools.explain.event import Event
 from ampcompat.tools.explain.forwards import Forwards
 from ampcompat.tools.explain.lost import (
     FALLING,
@@ -43,6 +44,7 @@ from ampcompat.tools.explain.lost import (
 from ampcompat.tools.explain.messages import Message
 from ampcompat.tools.explain.misuse import warned
 from ampcompat.tools.explain.numbers import not_representable
+from ampcompat.tools.explain.ops import cause_of
 from ampcompat.tools.explain.ranks import Ranks
 from ampcompat.tools.explain.steps import BlockScale, OptimizerSteps
 from ampcompat.tools.explain.telling import Telling
@@ -123,7 +125,11 @@ class OverflowExplainer:
         block, self.open_block = self.open_block, None
         if not optimizers:
             self.watch.after_block()  # for the gradient of an input: no step follows
-        if block is None or scaler.dynamic or self._is_lost(optimizers):
+        if block is None or self._is_lost(optimizers):
+            return
+        for one in optimizers:
+            self._steps_of(one).end_block(one)
+        if scaler.dynamic:
             return
         grads = lost_gradients(optimizers)
         if grads:
@@ -277,7 +283,8 @@ class OverflowExplainer:
         """What is to be told when the run ends: the verdict, and before it what was held back without need."""
         steps = self.diagnosis.ended
         if steps == 0 and not self.blocks_begun:
-            return []
+            event = self.forwards.find_in_latest()
+            return [] if event is None else [Message("verdict", _without_block(event))]
         if steps == 0 and self.telling.told:
             return []  # explain itself has ended the script
         if steps == 0:
@@ -314,6 +321,14 @@ class OverflowExplainer:
         if not lost_gradients(list(self.steps)):
             return ""
         return ", and gradients that are not finite were not cleared: call zero_grad() where no step is made too"
+
+
+def _without_block(event: Event) -> str:
+    """For a script whose own test of the loss fails at each batch."""
+    return (
+        "no step was made, and no scale_loss block begun: the last forward returned what is not finite, made in"
+        f" {cause_of(event)}."
+    )
 
 
 def _number_in(loss: torch.Tensor) -> str:

@@ -83,8 +83,8 @@ def _cause_and_key(event: Event, setting: Setting, misuse: Misuse | None) -> tup
     stays_at_scale = event.depends_on_scale and not setting.comes_down and setting.scale > 1
     if stays_at_scale and not is_too_large:
         scale = f"{in_digits(setting.scale)}{', its minimum' if setting.dynamic else ''}"
-        return f"the loss scale of {scale}, which is too high for {_cause(event)}", _key(event)
-    return _grown(event, setting.scale) or _cause(event), _key(event)
+        return f"the loss scale of {scale}, which is too high for {cause_of(event)}", _key(event)
+    return _grown(event, setting.scale) or cause_of(event), _key(event)
 
 
 def _details(event: Event, scale: float) -> list[tuple[str, str]]:
@@ -126,7 +126,7 @@ def _grown(event: Event, scale: float) -> str:
     return _at(made.place.line, f"the backward of {made.place.function}") if is_known else ""
 
 
-def _cause(event: Event) -> str:
+def cause_of(event: Event) -> str:
     """Name the fault in a few words, as in "train.py:18 (conv2d in conv2)"."""
     if event.op in GIVEN:
         return f"{event.op} {event.place.module} of {event.place.model}, which was not finite"

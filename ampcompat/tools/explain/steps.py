@@ -40,6 +40,8 @@ class OptimizerSteps:
         self.block: BlockScale | None = None  # the last
         self.last_blocks: dict[LossScaler, BlockScale] = {}  # since the step before
         self.weights = Weights(optimizer)
+        self.steps_with_zeros = False  # its latest step had no other gradients
+        self.largest_of_block = 0.0  # the largest gradient when the last block ended, looked at after such a step
         self._has_stepped = False
         self._made_at: dict[LossScaler, float] = {}  # the highest scales of steps that were made
         self._scales: dict[LossScaler, tuple[float, int]] = {}  # and the step that each came with
@@ -53,6 +55,11 @@ class OptimizerSteps:
         if self.lost is not None and not any(map(largest, gradients_of(optimizer))):
             self.lost = None  # the script has dropped that batch, and cleared its gradients
         self.weights.look_at_written(optimizer)
+
+    def end_block(self, optimizer: Optimizer) -> None:
+        """Look at the gradients, if those of the latest step were all 0: has the script made them so after a block?"""
+        if self.steps_with_zeros:
+            self.largest_of_block = max(map(largest, gradients_of(optimizer)), default=0.0)
 
     def end(self, skipped: bool) -> None:
         """Note that a step was made or skipped, and the scales of its blocks."""
@@ -91,6 +98,7 @@ class OptimizerSteps:
         too_small = None
         if largest_grad is not None and self._scales:
             scale, since = min(self._scales.values())
-            too_small = underflow(optimizer, self.seen, largest_grad, scale, since)
+            too_small = underflow(optimizer, self.seen, largest_grad, scale, since, self.largest_of_block)
+        self.steps_with_zeros = largest_grad == 0
         written = first_written(optimizer, self.seen, self.weights.history) if is_new else None
         return written, too_small

@@ -205,13 +205,17 @@ def _smaller_exponential(event: Event, plain: float) -> list[str]:
 def _larger_denominator(event: Event, setting: Setting) -> list[str]:
     """For a gradient that a tensor has divided: mean and the like divide by numbers."""
     made = event.grown_at(setting.scale)
-    if made is None or made.op != "div" or made.scalars:
+    place = None if made is None or made.op != "div" or made.scalars else made.place
+    if made is None and event.op == "div" and event.zeros is not None:
+        place = event.place
+    if place is None:
         return []
-    line = made.place.line
-    where = "" if line is None else f" in {line.file}:{line.number}"
-    function = made.place.function
+    where = "" if place.line is None else f" in {place.line.file}:{place.line.number}"
+    function = place.function
     if function in LOGARITHMS:
         return [f".clamp_min(1e-2) on what goes into {function}{where}: the gradient is divided by that"]
+    if function == "normalize":
+        return [f"eps=1e-2 in normalize{where}, in place of its 1e-12: the gradient is divided by the norm"]
     return [
         f"bound the denominator{where} where it is made, as by .clamp_min(1e-2), or take F.cosine_similarity: the"
         " gradient is divided by what is next to 0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -36,12 +37,19 @@ class _Cure(NamedTuple):
     is_in_float32: bool = False  # what comes of it, in ``wide``
 
 
+def _is_backward_of(event: Event, *functions: str) -> bool:
+    """Whether it is in the backward of a function of torch's: that of a script's own ends without a number."""
+    return event.backward and re.match(rf"({'|'.join(functions)})\w*Backward\d", event.node) is not None
+
+
 def _is_root(event: Event) -> bool:
-    return event.backward and event.node.startswith(("Sqrt", "LinalgVectorNorm", "Norm", "Pow"))
+    return _is_backward_of(event, "Sqrt", "LinalgVectorNorm", "Norm", "Pow")
 
 
 def _is_end_of_range(event: Event) -> bool:
-    return event.backward and event.node.startswith(("Acos", "Asin", "Atanh", "Acosh"))
+    if event.backward:
+        return _is_backward_of(event, "Acos", "Asin", "Atanh")
+    return event.op in ("acos", "asin", "atanh", "acosh")
 
 
 def _divides(event: Event) -> bool:
@@ -101,7 +109,7 @@ _UNDEFINED = (
         "the gradient of kl_div to a target of 0 is not finite: .detach() the target, or .clamp_min(1e-6) on it",
     ),
     _Cure(
-        lambda event: event.backward and "norm" in f"{event.node}{event.place.function}".lower(),
+        lambda event: _is_backward_of(event, r"\w*Norm"),
         "the gradient of {function} at 0 is not finite: (x.pow(2).sum(dim) + 1e-6).sqrt() in place of it",
     ),
     _Cure(
@@ -112,7 +120,7 @@ _UNDEFINED = (
     _Cure(_is_root, "the gradient of {function} at 0 is not finite: .clamp_min(1e-6) on what goes into it"),
     _Cure(
         _is_end_of_range,
-        "the gradient of {function} at the end of its range is not finite: {inside} on what goes into it",
+        "{gradient}{function} at the end of its range is not finite: {inside} on what goes into it",
     ),
     _Cure(_is_written, "this line writes a number that is not finite: look at where it comes from"),
     _Cure(
@@ -134,6 +142,12 @@ _UNDEFINED = (
         lambda event: any(made.op == "sqrt" for made in event.chain_of_denominator),
         "a division by zero{zeros}: add an eps under the root, as in / (... + {eps}).sqrt(), whose gradient is not"
         " finite at 0 either",
+    ),
+    _Cure(
+        lambda event: _divides(event) and event.underflowed_at is not None,
+        "a division by zero{zeros}, to which {underflowing} has underflowed in float16: .float() on what goes into"
+        " {underflowed}",
+        is_in_float32=True,
     ),
     _Cure(  # of something other than 0: with an eps it is as many times too large
         lambda event: _divides(event) and event.op != "rsqrt" and not event.backward and not event.is_nan,
@@ -192,15 +206,18 @@ def undefined(event: Event, setting: Setting) -> list[str]:
             op=event.op,
             function=_function(event),
             underflowed="" if underflowed is None else underflowed.place.function or underflowed.op,
+            underflowing="" if underflowed is None else underflowed.op,
             wide=".float()" if event.dtype in HALF_DTYPES else "",
-            inside=".clamp_min(1.001)" if event.node.startswith("Acosh") else ".clamp(-0.999, 0.999)",
+            gradient="the gradient of " if event.backward else "",
+            inside=".clamp_min(1.001)" if "acosh" in (event.op, event.place.function) else ".clamp(-0.999, 0.999)",
             zeros=f" ({counted(event.zeros, 'zero')})" if event.zeros else "",
             eps=eps,
             least="1" if event.is_of_whole else eps,
             least_of_log="1e-6 - 1" if "log1p" in (event.op, event.place.function) else "1e-6",
             exponent=_MOST_EXPONENT_IN_LOSS if event.place.is_outside else MOST_EXPONENT,
         )
-        if cure.is_in_float32 and setting.casts_weights and event.may_reach_layer:
+        reaches_layer = event.may_reach_layer or (event.backward and not event.place.is_outside)
+        if cure.is_in_float32 and setting.casts_weights and reaches_layer:
             text += f", and {setting.cast_to_half} on what comes of it before a layer takes it"
         found.append(text)
         if cure.is_sure:
@@ -228,6 +245,5 @@ def is_singular(event: Event) -> bool:
         return False
     if event.backward:
         return _is_root(event) or _is_end_of_range(event)
-    is_by_zero = bool(event.zeros)
-    is_beyond_domain = event.op in ("sqrt", "rsqrt", "acos", "asin", "acosh", "atanh")
-    return is_by_zero or is_beyond_domain or _is_written(event) or _is_logarithm(event)
+    is_beyond_domain = event.op in ("sqrt", "rsqrt") or _is_end_of_range(event)
+    return bool(event.zeros) or is_beyond_domain or _is_written(event) or _is_logarithm(event)

@@ -1,4 +1,4 @@
-"""Gradients that are zero in float16 because the loss scale is too low for them: nothing overflows, nothing trains."""
+"""Gradients that are zero: nothing overflows, nothing trains. In float16 they are where the loss scale is too low."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ LEAST_SHARE = 0.1
 
 
 class Underflow(NamedTuple):
-    """A step whose gradients were too small for float16."""
+    """A step whose gradients were too small for float16, or that the script has made 0."""
 
     step: int
     share: float  # of its gradients that were 0
     scale: float
     since: int  # the step from which on the scale was that low
+    before: float = 0.0  # the largest when their block ended, if the script has made them 0 since
 
     def __str__(self) -> str:
+        if self.before:
+            return (
+                f"the gradients of step {self.step} were all 0, though they reached {self.before:.3g} when their block"
+                " ended: look at what scales them after it, such as a clip by a norm whose squares are inf in float16"
+            )
         since = "from the first step on" if self.since == 1 else f"since step {self.since}"
         return (
             f"{100 * self.share:.0f} % of the gradients of step {self.step} were 0 in float16: the loss scale was"
@@ -29,11 +35,16 @@ class Underflow(NamedTuple):
         )
 
 
-def underflow(optimizer: Optimizer, step: int, largest: float, scale: float, since: int) -> Underflow | None:
+def underflow(
+    optimizer: Optimizer, step: int, largest: float, scale: float, since: int, before: float
+) -> Underflow | None:
     """What became of gradients up to ``largest`` in a step; None where they were not too small. Reads the device.
 
-    Gradients that are all zero show nothing at a usual scale: their loss may not depend on the weights.
+    Gradients that are all zero show nothing at a usual scale: their loss may not depend on the weights. They do if they
+    were larger ``before``, when their block ended.
     """
+    if largest == 0 and before:
+        return Underflow(step, 1.0, scale, since, before)
     is_too_small = largest * scale < SMALL and (largest > 0 or scale <= 1)
     if not is_too_small:
         return None

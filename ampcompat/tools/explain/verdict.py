@@ -101,8 +101,10 @@ class Verdict:
     def _tells_of_underflow(self) -> bool:
         """Whether the loss scale was too low at the end, for another reason than the lost steps of a known cause."""
         underflow = self._own.underflow
+        if underflow is None:
+            return False
         came_down = any(cause.steps for cause in self.causes)
-        return underflow is not None and (underflow.since == 1 or not came_down)
+        return underflow.before > 0 or underflow.since == 1 or not came_down
 
     def _way_of_scale(self, steps: set[int]) -> str:
         """What had become of each loss scale at the last of ``steps`` that it skipped."""

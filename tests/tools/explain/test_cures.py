@@ -157,6 +157,56 @@ def end_of_range(cure):
     train(Layers(), "O1", loss)
 
 
+def end_of_range_in_the_forward(cure):
+    """A clamp to what float16 rounds to 1."""
+
+    def after(y):
+        x = torch.tanh(y * 1e3).clamp(-1 + 1e-5, 1 - 1e-5)
+        return torch.atanh(x if cure is None else x.clamp(float(cure[1]), float(cure[2])))
+
+    train(Layers(after=after), "O2")
+
+
+class NormalizedPool(torch.autograd.Function):
+    """Its name is that of a norm; what its backward divides by is a square that float16 does not hold."""
+
+    @staticmethod
+    def forward(ctx, x):
+        norm = x.abs().amax()
+        ctx.save_for_backward(x, norm)
+        return x / norm
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, norm = ctx.saved_tensors
+        return grad * norm / (norm * norm)
+
+
+def square_that_underflows_under_a_division(cure):
+    def after(y):
+        y = y * 1e-4
+        return NormalizedPool.apply(y) if cure is None else NormalizedPool.apply(y.float()).half()
+
+    train(Layers(after=after), "O2", lambda m: m(X).float().mean() * 1e-2)
+
+
+def padding_that_is_normalized(cure):
+    """Rows of zeros: the gradient of what normalizes them is divided by its eps."""
+    rows = X * (torch.arange(16) % 2)[:, None]
+    model = nn.Linear(8, 4, bias=False)
+    train(model, "O1", lambda m: F.normalize(m(rows), dim=-1, eps=1e-12 if cure is None else float(cure[1])).sum())
+
+
+def gradient_of_a_saturated_logarithm(cure):
+    """That of a squashed policy: 1 - a * a is 0, and its eps is next to it."""
+
+    def after(y):
+        x = 1 - torch.tanh(y * 30).pow(2) + 1e-7
+        return torch.log(x if cure is None else x.clamp_min(float(cure[1])))
+
+    train(Layers(after=after), "O2", lambda m: m(X).float().mean())
+
+
 def number_of_zero(cure):
     """The bias correction of an average whose updates nobody counts."""
     count = 0 if cure is None else 1
@@ -785,6 +835,10 @@ CURES = {
     temperature: r"\.clamp\(max=(\S+)\) on what goes into exp: .* as in CLIP",
     empty_selection: r"smooth_l1_loss of nothing is NaN: .* or sum and divide by max\(count, 1\)",
     end_of_range: r"\.clamp\((\S+), (\S+)\) on what goes into it",
+    end_of_range_in_the_forward: r"atanh at the end of its range is not finite: \.clamp\((\S+), (\S+)\) on what goes",
+    square_that_underflows_under_a_division: r"to which mul has underflowed in float16: \.float\(\) on what goes",
+    padding_that_is_normalized: r"eps=(\S+) in normalize in \S+\.py:\d+, in place of its 1e-12",
+    gradient_of_a_saturated_logarithm: r"\.clamp_min\((\S+)\) on what goes into log in \S+\.py:\d+: the gradient",
     number_of_zero: r"a division by the number 0: .* such as a count that nothing has counted",
     variance_below_zero: r"a root of a negative number is NaN: \.clamp_min\((\S+)\) on what goes into it",
     count_of_zero: r"\.clamp_min\((\d)\) on the denominator",

@@ -67,6 +67,34 @@ def test_healthy_runs_are_left_alone(level, options):
     assert verdict(level, **options).head == "none of 60 steps was skipped."
 
 
+@pytest.mark.parametrize("scale", [1.0, "dynamic"])
+def test_gradients_that_a_clip_has_made_zero(scale):
+    """The squares of its norm are inf in float16, and what it multiplies by is 0: the loss scale has no part in it."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O3", loss_scale=scale, verbosity=0)
+    explain_overflows()
+    for _ in range(30):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.full((4, 8), 500.0)).float().mean(), optimizer) as scaled:
+            scaled.backward()
+        clip(model.parameters())
+        optimizer.step()
+    assert re.search(
+        r"skipped.*, but the gradients of step 30 were all 0, though they reached 500 when their block ended: look at"
+        r" what scales them after it, such as a clip by a norm whose squares are inf in float16\.$",
+        last_words()[-1].head,
+    )
+
+
+def clip(params):
+    grads = [param.grad for param in params]
+    norm = sum(grad.pow(2).sum() for grad in grads).sqrt()
+    for grad in grads:
+        grad.mul_(1 / (norm + 1e-6))
+
+
 def test_a_scale_that_lost_steps_have_brought_down_is_no_news(capsys):
     """A batch that gives NaN at any scale is the cause; the low scale is what comes of it."""
     torch.manual_seed(0)

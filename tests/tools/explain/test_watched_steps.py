@@ -789,3 +789,31 @@ class Log(nn.Module):
 
     def forward(self, x):
         return torch.log(x.float() * 0)
+
+
+class LossInside(nn.Module):
+    """Whose forward returns the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        return (self.fc(x) * 1e3).pow(2).sum()  # here
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_script_whose_own_test_of_the_loss_fails_at_each_batch(is_lost, capsys):
+    """No block is begun, and so amp is not asked; a script that only infers has none either."""
+    model, _ = started(LossInside(), "O2")
+    for _ in range(4):
+        loss = model(WORDS * is_lost)
+        assert bool(torch.isfinite(loss)) != is_lost
+    words = last_words()
+    assert len(words) == is_lost
+    if is_lost:
+        assert re.fullmatch(
+            r"no step was made, and no scale_loss block begun: the last forward returned what is not finite, made in"
+            r" \S+:\d+ \(pow\)\.",
+            words[0].head,
+        ), words[0].head
