@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -28,17 +29,24 @@ class _Scaled(NamedTuple):
         grad: The gradient.
         version: Its version then.
         scale: What it is multiplied by.
+        norm: Its norm then; None where it is not needed.
     """
 
     grad: weakref.ref[torch.Tensor]
     version: int
     scale: torch.Tensor
+    norm: torch.Tensor | None = None
 
     def is_as_it_was(self, grad: torch.Tensor) -> bool:
-        """Whether ``grad`` is this gradient, still scaled. Host sync, unless it is another gradient or version."""
+        """Whether ``grad`` is this gradient, still scaled. Host syncs, unless it is another gradient or version."""
         if _torch.tensor_of(self.grad) is not grad or grad._version != self.version:
             return False
-        return self.scale.item() != 1
+        scale = self.scale.item()
+        if scale == 1 or self.norm is None:
+            return scale != 1
+        # A write to `grad.data` counts as no version.
+        unscaled = self.norm.item() / scale
+        return not math.isclose(float(_norm(grad)), unscaled, rel_tol=0.01)
 
 
 class ScaledForNone(Rule):
@@ -52,9 +60,7 @@ class ScaledForNone(Rule):
     def __init__(self) -> None:
         self._scaled: dict[int, _Scaled] = {}  # by the id of the tensor; that of the gradient tells whether it is valid
         self._before: dict[OpenBlock, Gradients] = {}
-        self._others: weakref.WeakSet[Any] = (
-            weakref.WeakSet()
-        )  # optimizers that have stepped and that amp does not know
+        self._others: dict[int, weakref.ref[Any]] = {}  # by id, optimizers that have stepped and that amp does not know
         self._hooks = ExitStack()
         _torch.call_before_steps(self._look, self._hooks)
         state.undo.callback(self.end)
@@ -82,7 +88,7 @@ class ScaledForNone(Rule):
             grad = param.grad
             known, version = before.get(id(param), (None, 0))
             if grad is not None and (grad is not known or grad._version != version):
-                self._scaled[id(param)] = _Scaled(weakref.ref(grad), grad._version, block.scale)
+                self._scaled[id(param)] = _Scaled(weakref.ref(grad), grad._version, block.scale, _norm(grad))
         for master in block.leaves.masters:
             grad = master.half.grad
             if grad is not None:
@@ -97,15 +103,15 @@ class ScaledForNone(Rule):
         params: list[torch.Tensor] = []
         for module in modules:
             params += [param for param in module._parameters.values() if param is not None]
-        for optimizer in self._others:
-            params += _params_of(optimizer)
+        for known in self._others.values():
+            params += _params_of(known())
         return [param for param in params if param.requires_grad and id(param) not in held]
 
     def _look(self, optimizer: Any) -> None:
         """Warn if ``optimizer``, which begins a step, uses one of them, and does not step by one that amp knows."""
         if torch.compiler.is_compiling() or "_amp_stash" in vars(optimizer):
             return
-        self._others.add(optimizer)
+        self._others[id(optimizer)] = weakref.ref(optimizer)
         for param in _params_of(optimizer):
             scaled = self._scaled.get(id(param))
             if scaled is None or param.grad is None or not scaled.is_as_it_was(param.grad):
@@ -116,5 +122,13 @@ class ScaledForNone(Rule):
             return
 
 
+def _norm(grad: torch.Tensor) -> torch.Tensor:
+    dense = grad.detach().to_dense() if grad.is_sparse else grad.detach()
+    norm: torch.Tensor = torch.linalg.vector_norm(dense, dtype=torch.float32)
+    return norm
+
+
 def _params_of(optimizer: Any) -> list[torch.Tensor]:
+    if optimizer is None:  # it is gone
+        return []
     return [param for group in optimizer.param_groups for param in group["params"]]

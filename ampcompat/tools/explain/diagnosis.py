@@ -74,16 +74,21 @@ class Diagnosis:
         self.spoiled = SpoiledWeights()
         self._lost_input = ""  # the key of an input that was not finite, until it is known what made it
 
+    @property
+    def current(self) -> int:
+        """The number of the step that is on, or to come, among those of all optimizers."""
+        return self.ended + 1
+
     def record(self, lost: LostStep, is_skipped: bool) -> None:
         """Note that the step that ends now was lost."""
-        lost.number = self.ended + 1
+        lost.number = self.current
         lost.skipped = is_skipped
         self.lost.append(lost)
 
     def look_into(self, case: Case) -> None:
         """Find what lost the step and tell it, or watch the next ones."""
         is_watched = self.watch.is_on
-        watched = ""
+        promise = ""
         if self.spoiled.since and (self.spoiled.by or not is_watched):
             case.lose_to(self.spoiled.by)  # weights that are not finite lose every step
             return
@@ -92,14 +97,14 @@ class Diagnosis:
         else:
             event, known = self.forwards.find(case.what == "gradients", case.is_nan_loss, case.block)
             if event is None:
-                watched = self._watch_next(case.block.scaler)
+                promise = self._watch_next(case.block.scaler)
         for row in case.rows:
             row.was_watched = is_watched
-            row.was_looked_into = event is not None or bool(known or watched)
+            row.was_looked_into = event is not None or bool(known or promise)
         if event is not None:
             self.blame(event, case)
-        elif known or (watched and not self.telling.told):
-            self._tell_of_unknown(case, f"{known}{watched}")
+        elif known or (promise and not self.telling.told):
+            self._tell_of_unknown(case, f"{known}{promise}")
 
     def _watch_next(self, scaler: LossScaler) -> str:
         """Watch the next steps; says so."""
@@ -128,7 +133,7 @@ class Diagnosis:
                 steps.held = fault
             return
         if event.op == "parameter":
-            self.spoiled.note(self.ended + 1, fault.key)
+            self.spoiled.note(self.current, fault.key)
             for optimizer, steps in self.steps_of.items():
                 steps.weights.look(optimizer)  # so that the next step is not blamed for what `data` has written
         self._tell(fault)

@@ -26,8 +26,8 @@ class Beyond:
 
     op: str
     place: Place
-    takes: float  # the largest magnitude
-    gives: float  # the same
+    takes: float  # the largest magnitude of what it is given
+    gives: float  # the largest magnitude of its result
     backward: bool
 
 
@@ -55,13 +55,13 @@ class Event:
     beyond: list[Beyond] = field(default_factory=list)  # what the value reaches, and half does not hold either
     may_reach_layer: bool = False  # of torch, in the forward; no longer known once it was made finite
     at_end_of_forward: float = 0.0  # the largest magnitude of the last op that the value reaches there, in float32
-    spread: Place | None = None  # where an inf was turned into what ``becomes`` says
-    becomes: str = "NaN"
-    is_divided_by_sum: bool = False  # there, as in exp(x) / exp(x).sum()
+    spread: Place | None = None  # where its inf became something else
+    becomes: str = "NaN"  # what it became there
+    is_divided_by_sum: bool = False  # that was a division by its own sum, as in exp(x) / exp(x).sum()
     node: str = ""  # in backward, of the autograd graph
     description: str = ""  # for ARGUMENT: which tensor it is
     argument: str = ""  # and the name of that argument
-    has_minus_inf_alone: bool = False  # for what came from outside
+    is_mask_of_inf: bool = False  # for what came from outside: it holds -inf, and nothing above 0
     far_rows: str = ""  # rows of the batch that are far larger than others, and are the ones that are not finite
     alike: list[Place] = field(default_factory=list)  # where else the same happened in the same step
     rows: str = ""  # for what came from outside: which are not finite, as in ", in row 3"

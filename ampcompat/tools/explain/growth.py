@@ -23,7 +23,7 @@ LARGE = 8.0
 LOSS_FAR, FAR_WITH_LOSS = 100.0, 3.0
 #: Losses that are means of likelihoods or similarities end above it.
 LEAST_LOSS = -10.0
-#: A learning rate that became so many times higher is to blame itself: a warmup that goes well is slower.
+#: Where the learning rate has become so many times higher, its rise is named in place of its size.
 RATE_FAR = 1.05
 
 
@@ -78,13 +78,13 @@ class Grown:
                 f"a loss that has a least value: this one fell to {self.loss:g}, as with targets outside of [0, 1], or"
                 " with a wrong sign"
             )
-        if self._has_rate_risen:
-            return (
-                f"the learning rate went from {self.rates[0]:g} to {max(self.rates):g} in these steps: look at its"
-                " scheduler, or cap it"
-            )
         if self.rates and self.rates[-1] < 0:
             return "a learning rate that is not negative: look at what sets it, such as a scheduler past its end"
+        if self._has_rate_risen:
+            return (
+                f"the learning rate went from {self.rates[0]:g} to {self.rates[-1]:g} in these steps: look at its"
+                " scheduler, or cap it"
+            )
         than = f" than {max(self.rates):g}, such as {max(self.rates) / 100:g}" if self.rates else ""
         others = "a warmup, or clipped gradients" if self.is_of_sgd else "or a warmup"
         return f"a lower learning rate{than}, {others}: no precision holds weights that grow so"
@@ -92,7 +92,7 @@ class Grown:
     @property
     def _has_rate_risen(self) -> bool:
         """Whether the rate is far higher than some steps ago, as where a scheduler multiplies it."""
-        return bool(self.rates) and max(self.rates) >= RATE_FAR * self.rates[0] > 0
+        return bool(self.rates) and self.rates[-1] >= RATE_FAR * self.rates[0] > 0
 
 
 class History:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ampcompat import _torch
-from ampcompat.tools.explain.call import Call
+from ampcompat.tools.explain.call import CAST_OPS, Call
 from ampcompat.tools.explain.places import NOWHERE, Place
 from ampcompat.tools.tensors import largest, readable, storage
 
@@ -17,10 +17,10 @@ from ampcompat.tools.tensors import largest, readable, storage
 WRITTEN = "lift_fresh"
 #: Ops that leave a value about as large as it was, and ops that take a part of it: what came before is kept with these.
 _ALIKE = ("_to_copy", "copy_", "clone", "detach", "sqrt", "add", "rsub", "clamp", "clamp_min", "maximum")
-_PARTS = ("view", "expand", "unsqueeze", "squeeze", "transpose", "permute", "select", "slice", "index", "gather")
+PARTS = ("view", "expand", "unsqueeze", "squeeze", "transpose", "permute", "select", "slice", "index", "gather")
 #: Ops that give whole numbers if they are given these, as a mask of inputs is 0 and 1, and its sum a count.
 _WHOLE = (
-    *(*_PARTS, "_to_copy", "copy_", "clone", "detach", "sum", "mul", "add", "sub", "rsub", "clamp", "clamp_min"),
+    *(*PARTS, "_to_copy", "copy_", "clone", "detach", "sum", "mul", "add", "sub", "rsub", "clamp", "clamp_min"),
     *(WRITTEN, "maximum", "fill_", "zero_", "masked_fill", "masked_fill_", "triu", "tril"),
 )
 #: And those that make them of nothing.
@@ -112,7 +112,8 @@ class MadeTensors:
         while one is not None:
             if one.op.removesuffix("_") in _SUMS:
                 return True
-            one = one.largest_input
+            has_eps = one.op in ("add", "add_") and any(abs(number) < 1e-3 for number in one.scalars)
+            one = one.largest_input if has_eps or one.op in (*PARTS, *CAST_OPS, "clamp_min", "clamp") else None
         return False
 
     def is_whole(self, tensor: torch.Tensor) -> bool:
@@ -137,7 +138,7 @@ def _alike_to(call: Call, sources: list[Made], is_backward: bool) -> Made | None
         return next((source for source in sources if source.op == "exp"), None)
     if call.name == "div" and is_backward:  # and that of a logarithm divides by what it was given
         return next((source for source in sources if not source.is_gradient), None)
-    return sources[0] if sources and call.name in (*_ALIKE, *_PARTS) else None
+    return sources[0] if sources and call.name in (*_ALIKE, *PARTS) else None
 
 
 def _is_product_of_more(call: Call, out: torch.Tensor, sources: list[Made]) -> bool:

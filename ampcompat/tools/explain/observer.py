@@ -241,7 +241,7 @@ class OverflowExplainer:
             else:
                 self.diagnosis.tell_of_written(written, lost)
         if were_finite and not steps.weights.are_finite and steps.lost is not None:
-            self.diagnosis.spoiled.note(self.diagnosis.ended + 1, steps.lost.fault)
+            self.diagnosis.spoiled.note(self.diagnosis.current, steps.lost.fault)
 
     def _tell_of_numbers(self, optimizer: Optimizer, step: int, told: Sequence[str]) -> None:
         """Tell of those that the parameters' dtype does not hold: they may cost nothing, and are not counted."""
@@ -293,7 +293,7 @@ class OverflowExplainer:
             return [Message("verdict", f"no step was made: {blocks} followed by no optimizer.step(){old}.")]
         held = []
         if is_mostly_skipped(self.diagnosis.lost, steps):
-            held = self.telling.held_without_need()
+            held = self.telling.held_for_nothing()
         own = Account(
             rank=rank(),
             steps=steps,

@@ -35,6 +35,10 @@ class Later(NamedTuple):
     before: torch.Tensor  # where values were lost already
 
 
+#: Ops that give inf of 0.
+_INFINITE_AT_ZERO = ("log", "log_", "log2", "log10")
+
+
 class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context that examines the result of every op. Reads the device at each: not for a run that is well.
 
@@ -54,6 +58,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.made = MadeTensors()
         self.twins = Twins()
         self._hidden: set[int] = set()  # the numbers of events whose inf some op has taken away, as torch.where does
+        self._lost_buffers: dict[Event, int] = {}  # the storages of those that came into a forward not finite
         self._outside: dict[int, str] = {}  # in words, by storage: what models are given, and what they hold
         self._weights: set[int] = set()  # storages of those that are parameters
         self._unread: set[int] = set()  # and of those that no op has read yet: these are not why
@@ -89,8 +94,10 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     master = master_of(tensor)
                     value = largest(tensor if master is None else master.value)
                     place = Place(name, "", "", None, kind)
-                    is_mask = bool((tensor.amin() == -torch.inf) & (tensor.amax() < torch.inf))
-                    self._born(tensor, op, place, value, rows=lost_rows(tensor), has_minus_inf_alone=is_mask)
+                    is_mask = bool((tensor.amin() == -torch.inf) & (tensor.amax() <= 0))
+                    event = self._born(tensor, op, place, value, rows=lost_rows(tensor), is_mask_of_inf=is_mask)
+                    if op == "buffer":
+                        self._lost_buffers[event] = storage(tensor)
                 elif op == "input":
                     self.came_in.append(origin)
 
@@ -98,7 +105,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not readable(tensor):
             return
         key = storage(tensor)
-        self._outside[key] = _in_words(what, name, kind)
+        self._outside[key] = f"{what} {name} of {kind}"
         if what == "parameter" and key not in self._weights:
             self._weights.add(key)
             self._unread.add(key)
@@ -117,13 +124,13 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def writer_of(self, event: Event) -> Event | None:
         """What has written the buffer that ``event`` is, after a forward was given it not finite already."""
-        name = _in_words("buffer", str(event.place.module), event.place.model)
-        found = [self.origins.get(key) for key, one in self._outside.items() if one == name]
-        return next((one for one in found if one is not None and one.op not in GIVEN), None)
+        writer = self.origins.get(self._lost_buffers.get(event, 0))
+        return None if writer is None or writer.op in GIVEN else writer
 
     def _behind(self, event: Event) -> Event:
-        """The birth of the inf that has made the 0 that ``event`` stumbles over, as in log(1 / inf); else ``event``."""
-        if not event.is_undefined:
+        """The overflow whose inf a division made the 0 of ``event``, as in log(1 / inf); else ``event``."""
+        is_of_zero = bool(event.zeros) or (event.op in _INFINITE_AT_ZERO and event.is_undefined and not event.is_nan)
+        if not is_of_zero:
             return event
         sources = [made for one in event.made for made in (one, one.largest_input) if made is not None]
         for made in sources:
@@ -311,11 +318,6 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             argument=call.name_of(unknown),
             rows=lost_rows(unknown),
         )
-
-
-def _in_words(what: str, name: str, model: str) -> str:
-    """As in "buffer mean of Net"."""
-    return f"{what} {name} of {model}"
 
 
 def _kind(event: Event) -> tuple[object, ...]:

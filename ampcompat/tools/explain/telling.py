@@ -61,8 +61,8 @@ class Telling:
         if self.left == 0:
             self._end()
 
-    def held_without_need(self) -> list[Message]:
-        """What is told at the end of a run in which most steps were skipped, and of which nothing else was told."""
+    def held_for_nothing(self) -> list[Message]:
+        """What was held back in a run that has told nothing else."""
         if self.told or not self.held:
             return []
         latest = self.held[-1]

@@ -10,8 +10,9 @@ import torch
 
 from ampcompat import _torch
 from ampcompat.tools.core import tensors_in
-from ampcompat.tools.explain.call import Call
+from ampcompat.tools.explain.call import CAST_OPS, Call
 from ampcompat.tools.explain.event import Beyond, Event
+from ampcompat.tools.explain.made import PARTS
 from ampcompat.tools.explain.places import Place
 from ampcompat.tools.tensors import LARGEST, is_finite, largest, readable, storage
 
@@ -34,20 +35,26 @@ class Twins:
         self._of_storages.pop(storage(tensor), None)
 
     def renew(self, call: Call, out: torch.Tensor, result: object) -> None:
-        """Note that ``out`` holds something else, which is finite: of inf, that may be far from what float32 makes."""
-        reaches = any(self.of(tensor) is not None for tensor in call.inputs if tensor is not out)
-        wide = call.in_float32(self.of) if reaches else None
+        """Note that ``out`` holds something else, which is finite.
+
+        A quotient of inf is 0, where float32 gives something else: its twin goes on, to where a layer multiplies by it.
+        """
+        goes_on = call.denominator is not None or call.name in (*CAST_OPS, *PARTS)
+        has_twin = any(self.of(tensor) is not None for tensor in call.inputs if tensor is not out)
+        wide = call.in_float32(self.of) if goes_on and has_twin else None
         self.forget(out)
         if wide is not None:
             self._keep(result, wide)
 
     def begin(self, call: Call, result: object) -> float | None:
-        """Compute the op that gave what is not finite in float32, from what it was given as far as that is finite.
+        """Compute the op that gave what is not finite in float32.
+
+        Finite inputs count as they are, others by their twins.
 
         Returns:
             The largest magnitude; None where the op does not take float32.
         """
-        wide = call.in_float32(lambda tensor: None if is_finite(tensor) else self.of(tensor))
+        wide = call.in_float32(lambda tensor: self.of(tensor) if not is_finite(tensor) else None)
         if wide is None:
             return None
         self._keep(result, wide)

@@ -20,7 +20,7 @@ _OF_SIGMOID = (
     "F.logsigmoid(x) in place of log(sigmoid(x)), F.logsigmoid(-x) in place of log(1 - sigmoid(x)), or"
     " F.binary_cross_entropy_with_logits, which takes logits"
 )
-OF_THEIR_SUM = "exp(x - x.max()) in place of exp(x), which is divided by as much"
+OF_THEIR_SUM = "exp(x - x.amax(dim, keepdim=True)) in place of exp(x), which is divided by its sum over dim"
 _BOUND = ".float().clamp_min(1e-6)"
 #: What an exponential in a model may be given: layers multiply the result, and float16 ends at e ** 11.
 MOST_EXPONENT = 5
@@ -131,7 +131,7 @@ _UNDEFINED = (
     ),
     _Cure(
         _is_logarithm,
-        "the logarithm of 0 (or of less): {wide}.clamp_min({least_of_log}) on what goes into it",
+        "the logarithm of {zero} (or of less): {wide}.clamp_min({least_of_log}) on what goes into it",
         is_in_float32=True,
     ),
     _Cure(
@@ -201,6 +201,7 @@ def undefined(event: Event, setting: Setting) -> list[str]:
     cure = _cure_of(event)
     if cure is not None and not found:
         underflowed = event.underflowed_at
+        is_log1p = "log1p" in (event.op, event.place.function)
         eps = "1e-3" if setting.half == "float16" else "1e-6"  # the gradient is multiplied by its reciprocal
         text = cure.text.format(
             op=event.op,
@@ -213,7 +214,8 @@ def undefined(event: Event, setting: Setting) -> list[str]:
             zeros=f" ({counted(event.zeros, 'zero')})" if event.zeros else "",
             eps=eps,
             least="1" if event.is_of_whole else eps,
-            least_of_log="1e-6 - 1" if "log1p" in (event.op, event.place.function) else "1e-6",
+            zero="1 - 1" if is_log1p else "0",
+            least_of_log="1e-6 - 1" if is_log1p else "1e-6",
             exponent=_MOST_EXPONENT_IN_LOSS if event.place.is_outside else MOST_EXPONENT,
         )
         reaches_layer = event.may_reach_layer or (event.backward and not event.place.is_outside)
@@ -233,7 +235,7 @@ def undefined(event: Event, setting: Setting) -> list[str]:
 
 
 def _function(event: Event) -> str:
-    """As in "sqrt"; of a power with its exponent, for a line may have several."""
+    """As in "sqrt"; of a power with its exponent, since a line may have several."""
     if event.op == "pow" and event.backward and event.scalars:
         return f"pow(x, {event.scalars[0] + 1:.3g})"
     return event.place.function or "this"

@@ -55,7 +55,7 @@ class Watch:
             self._begin_next(optimizer)
 
     def after_block(self) -> None:
-        """The same after a block that no step follows. Any step may end the watch that begins then."""
+        """End the watch at a block that no step follows, and begin the next, which any step may end."""
         if self._begun_after is None:
             self._begin_next(None)
 
@@ -111,7 +111,8 @@ class Watch:
             return None, _NOT_SHOWN
         if event.op == "buffer":
             writer = self._probe.writer_of(event)
-            self._probe.came_in += [] if writer is None else [writer]
+            if writer is not None:
+                self._probe.came_in.append(writer)
             return writer or event, ""
         if event.op == "parameter":
             # A static scale lets a loss that is not finite spoil the weights: the class weights of a loss came first.

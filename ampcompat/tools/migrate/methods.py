@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
 
 from ampcompat.tools.check.bindings import dotted
 from ampcompat.tools.check.settings import initializations
@@ -23,47 +26,64 @@ OF_MODELS = ("parameters", "named_parameters", "train", "eval")
 HALF = ("torch.half", "torch.float16", "torch.HalfTensor", "torch.cuda.HalfTensor")
 
 
-def models_of_classes(codes: Iterable[str]) -> dict[str, frozenset[str]]:
-    """The models that each class of a program gives ``initialize``, as ``self.gen``: its subclasses have them, too."""
-    found = {}
-    for code in codes:
+class Program(NamedTuple):
+    """What a file is told of the others that are migrated with it."""
+
+    models: dict[str, frozenset[str]]  # that a class gives ``initialize``, as ``self.gen``, by the name of the class
+    modules: frozenset[str]  # the names that imports find in it
+
+    def may_inherit(self, code: str) -> bool:
+        """Whether a text may have a class that is made from one of these."""
+        bases = re.findall(r"^\s*class\s+\w+\s*\(([^)]*)\)", code, re.MULTILINE)
+        return any(name in self.models for given in bases for name in re.findall(r"\w+", given))
+
+
+def program_of(codes: Mapping[Path, str]) -> Program:
+    """What the files of a program have to know of each other, given their texts."""
+    models: dict[str, frozenset[str]] = {}
+    for code in codes.values():
         if "initialize" not in code or "apex" not in code:
             continue
-        try:
-            source = Source("", code)
-        except UNPARSABLE:
-            continue
-        found.update(_models_by_class(source))
-    return found
+        with contextlib.suppress(*UNPARSABLE):
+            for name, found in _models_by_class(Source("", code)).items():
+                models[name] = models.get(name, frozenset()) | found
+    modules = {path.stem for path in codes} | {path.parent.name for path in codes}
+    return Program(models, frozenset(modules))
 
 
 def _models_by_class(source: Source) -> dict[str, frozenset[str]]:
-    """The attributes of each class that calls ``initialize`` that are models: they have parameters, or are trained."""
+    """The attributes of each class that calls ``initialize`` that are models: they have parameters, or are trained.
+
+    Not those that the script makes half itself.
+    """
     found = {}
     given = {name for name in _models(source) if name.startswith("self.")}
+    initializing = set(source.calls_to("apex.amp.initialize"))
+    made_half = {name for name, _ in _targets_of_half(source)}
     for node in source.kind(ast.ClassDef):
         inside = set(ast.walk(node))
-        if not inside & set(source.calls_to("apex.amp.initialize")):
+        if not inside & initializing:
             continue
-        owners = {dotted(call.func).rpartition(".") for call in source.calls if call in inside}
-        found[node.name] = frozenset(
-            given | {owner for owner, _, method in owners if owner.startswith("self.") and method in OF_MODELS}
-        )
+        called = [dotted(call.func).rpartition(".") for call in source.calls if call in inside]
+        made_half |= {owner for owner, _, method in called if method == "half"}
+        trained = {owner.removesuffix(".module") for owner, _, method in called if method in OF_MODELS}
+        models = given | {owner for owner in trained if owner.startswith("self.")}
+        found[node.name] = frozenset(models - made_half)
     return found
 
 
-def look_at_methods(edits: Edits, known: Mapping[str, frozenset[str]]) -> None:
+def look_at_methods(edits: Edits, program: Program) -> None:
     """Note each ``loss = model.loss(x)``, and at O2 and O3 each ``y = model.infer(x)``; mark ``model.infer(x.half())``.
 
     ``initialize`` is given the model, ``scale_loss`` the loss. The script had ``infer`` run in half precision.
 
     Args:
         edits: Of the file.
-        known: The models of classes in other files, of which those in this one may be made. Losses stand there, too.
+        program: Its classes in other files, from which those of this one may inherit their models. Losses stand there.
     """
     source = edits.source
     models = {*_models(source), *(name for names in _models_by_class(source).values() for name in names)}
-    inherited = {name for names in _inherited(source, known) for name in names} - models
+    inherited = {name for names in _inherited(source, program) for name in names} - models
     models |= inherited
     harmless = _methods_that_run_forward(source)
     in_losses = set(_calls_in_losses(source))
@@ -88,9 +108,14 @@ def look_at_methods(edits: Edits, known: Mapping[str, frozenset[str]]) -> None:
             )
 
 
-def _inherited(source: Source, known: Mapping[str, frozenset[str]]) -> Iterator[frozenset[str]]:
+def _inherited(source: Source, program: Program) -> Iterator[frozenset[str]]:
+    """The models of the classes that those of a file are made from, as ``Base``, ``base.Base`` or ``Base[int]``."""
     for node in source.kind(ast.ClassDef):
-        yield from (known[last_name(base)] for base in node.bases if last_name(base) in known)
+        for base in node.bases:
+            base = base.value if isinstance(base, ast.Subscript) else base
+            package = source.full_name(base).partition(".")[0]
+            if package in ("", *program.modules) and last_name(base) in program.models:
+                yield program.models[last_name(base)]
 
 
 def _calls_in_losses(source: Source) -> Iterator[ast.Call]:
@@ -115,13 +140,14 @@ def _may_have_half_weights(source: Source) -> bool:
 
 def _half_names(source: Source) -> set[tuple[ast.AST, str]]:
     """Names of half tensors, each with its scope: ``mel = mel.half() if is_fp16 else mel``."""
-    return {
-        (source.scope(target), target.id)
-        for node in source.kind(ast.Assign)
-        if any(_casts_to_half(call) for call in _calls(node.value))
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+    return {(source.scope(target), name) for name, target in _targets_of_half(source) if isinstance(target, ast.Name)}
+
+
+def _targets_of_half(source: Source) -> Iterator[tuple[str, ast.expr]]:
+    """What is assigned something that was cast to half, by its name."""
+    for node in source.kind(ast.Assign):
+        if any(_casts_to_half(call) for call in _calls(node.value)):
+            yield from ((dotted(target), target) for target in node.targets)
 
 
 def _is_half(source: Source, value: ast.expr, halves: set[tuple[ast.AST, str]]) -> bool:

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from ampcompat.tools.check.bindings import dotted
@@ -22,7 +21,7 @@ from ampcompat.tools.check.source import Source
 from ampcompat.tools.check.symbols import MODULES, ON_OPTIMIZERS, canonical, verdict
 from ampcompat.tools.migrate.edits import Edits
 from ampcompat.tools.migrate.mentions import INSTALLED, is_apex, last_name, listed, looked_for, mentions, probes
-from ampcompat.tools.migrate.methods import look_at_methods
+from ampcompat.tools.migrate.methods import Program, look_at_methods
 from ampcompat.tools.migrate.parts import NAME
 from ampcompat.tools.migrate.provided import attributes, has, takes
 from ampcompat.tools.migrate.replaced import (
@@ -43,8 +42,8 @@ FLATTENED = ("apex.amp.amp", "apex.amp.frontend", "apex.amp.handle", "apex.amp.s
 _TESTS = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.If, ast.IfExp, ast.While, ast.Assert)
 #: What to write for names of apex.amp that ``native_amp`` does not have.
 INSTEAD = {
-    "init": f"{NAME} has no handle; call amp.initialize(model, optimizer, opt_level=...) once, without an optimizer"
-    " where nothing is trained, and amp.scale_loss for its scale_loss",
+    "init": f"{NAME} has no handle; call amp.initialize(model, optimizer, opt_level=...) once, and amp.scale_loss for"
+    " its scale_loss; where nothing is trained, without an optimizer",
     "promote_function": f"{NAME} does not have it; cast the arguments to the widest of their dtypes",
     "register_promote_function": f"{NAME} does not have it; cast the arguments to the widest of their dtypes",
     "_amp_stash": f"{NAME} does not have it; weights are float32, and their own masters",
@@ -62,15 +61,15 @@ IN_PLACE_OF_CLASS = (
 IN_PLACE_OF_ARGUMENT = "the library calls apex itself; have it use torch's autocast, which it may call native"
 
 
-def rewrite_native(source: Source, package: str = "", models: Mapping[str, frozenset[str]] | None = None) -> Result:
+def rewrite_native(source: Source, package: str = "", program: Program | None = None) -> Result:
     """The source without apex, as far as ``native_amp`` and torch have what it uses.
 
     Args:
         source: The parsed source.
         package: The package that ``native_amp`` is in; ``""`` if it stands beside the script.
-        models: Those that classes of other files give ``initialize``, by the names of the classes.
+        program: What the other files have to do with this one.
     """
-    return _Rewriting(source, package, models or {}).result()
+    return _Rewriting(source, package, program or Program({}, frozenset())).result()
 
 
 class Use(NamedTuple):
@@ -88,11 +87,11 @@ class _Rewriting:
         left: Names of apex that are still used, by the symbol that their import names.
     """
 
-    def __init__(self, source: Source, package: str, models: Mapping[str, frozenset[str]]) -> None:
+    def __init__(self, source: Source, package: str, program: Program) -> None:
         self.source = source
         self.edits = Edits(source)
         self.package = package
-        self.models = models
+        self.program = program
         self.needs_amp = False
         self.needs_torch = False
         self.reads = _names_read(source)
@@ -120,7 +119,7 @@ class _Rewriting:
             self._import(plain)
         for statement in self.source.kind(ast.ImportFrom):
             self._import_from(statement)
-        look_at_methods(self.edits, self.models)
+        look_at_methods(self.edits, self.program)
         self._libraries()
         code = self.edits.apply()
         if self.needs_torch and not _binds_torch(self.source):
@@ -278,7 +277,7 @@ class _Rewriting:
 
     def _libraries(self) -> None:
         """Mark where a library is told to use apex, which it imports itself."""
-        for node, name in uses_of_apex(self.source):
+        for node, name in uses_of_apex(self.source, self.program.modules):
             if not isinstance(node, ast.alias):  # the import of a name does no harm
                 instead = IN_PLACE_OF_ARGUMENT if isinstance(node, ast.Constant) else IN_PLACE_OF_CLASS
                 self.edits.mark(node, f"{name}: {instead}")

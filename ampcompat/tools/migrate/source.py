@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.libraries import CLASSES
 from ampcompat.tools.check.source import Source
 from ampcompat.tools.check.symbols import ON_OPTIMIZERS
+from ampcompat.tools.migrate.methods import Program
 from ampcompat.tools.migrate.native import rewrite_native
 from ampcompat.tools.migrate.rename import rewrite_imports
 from ampcompat.tools.migrate.result import Result
@@ -19,16 +19,14 @@ MENTION = re.compile(rf"\b({'|'.join(('apex', *EXTENSIONS, *CLASSES))})\b")
 LEFT_BEHIND = re.compile(rf"\b({'|'.join(ON_OPTIMIZERS)})\b")
 
 
-def migrate_source(
-    code: str, to: str = "ampcompat", package: str = "", models: Mapping[str, frozenset[str]] | None = None
-) -> Result:
+def migrate_source(code: str, to: str = "ampcompat", package: str = "", program: Program | None = None) -> Result:
     """Migrate one source text.
 
     Args:
         code: The source.
         to: ``"ampcompat"`` renames imports; ``"native"`` imports ``native_amp`` in the place of ``apex.amp``.
         package: For ``native``: the package that ``native_amp`` is in; ``""`` if it stands beside the script.
-        models: For ``native``: those that classes of other files give ``initialize``, by the names of the classes.
+        program: For ``native``: what the other files have to do with this one.
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: the source cannot be parsed.
@@ -37,8 +35,8 @@ def migrate_source(
     if to not in TARGETS:
         raise ValueError(f"to={to!r} is not a target; use one of {', '.join(TARGETS)}")
     is_left_behind = to == "native" and LEFT_BEHIND.search(code) is not None
-    is_left_behind = is_left_behind or any(name in code for name in models or ())
-    if not MENTION.search(code) and not is_left_behind:
+    inherits = program is not None and program.may_inherit(code)
+    if not MENTION.search(code) and not is_left_behind and not inherits:
         return Result(code)
     source = Source("", code)
-    return rewrite_imports(source) if to == "ampcompat" else rewrite_native(source, package, models)
+    return rewrite_imports(source) if to == "ampcompat" else rewrite_native(source, package, program)

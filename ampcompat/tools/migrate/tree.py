@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from ampcompat.tools.check.manifests import is_manifest, is_requirement, places
 from ampcompat.tools.check.split_lines import indent_of, lines_of
 from ampcompat.tools.migrate.change import Change
 from ampcompat.tools.migrate.home import Home, homes, imported
-from ampcompat.tools.migrate.methods import models_of_classes
+from ampcompat.tools.migrate.methods import Program, program_of
 from ampcompat.tools.migrate.parts import NAME, PARTS, needed_by, parts_named_in, parts_of, written
 from ampcompat.tools.migrate.result import MARK, Result
 from ampcompat.tools.migrate.source import MENTION, migrate_source
@@ -47,8 +47,8 @@ def _with_native_amp(changes: list[Change], paths: Sequence[Path]) -> list[Chang
     if not wanting and not copies:
         return changes
     found = homes(wanting, codes)
-    models = models_of_classes(codes.values())
-    done = [_again(change, found.get(change.path), models) for change in changes]
+    program = program_of(codes)
+    done = [_again(change, found.get(change.path), program) for change in changes]
     wanted_in: dict[Path, Change] = {copy.path.parent: copy for copy in copies}
     for change in changes:
         if change.path in found:
@@ -63,11 +63,9 @@ def _with_native_amp(changes: list[Change], paths: Sequence[Path]) -> list[Chang
     return kept
 
 
-def _again(change: Change, home: Home | None, models: Mapping[str, frozenset[str]]) -> Change:
-    """The same change, now that it is known where ``native_amp`` goes, and what classes of other files do."""
-    if home is None and not models:
-        return change
-    return migrate_file(change.path, change.name, "native", "" if home is None else home.package, models)
+def _again(change: Change, home: Home | None, program: Program) -> Change:
+    """Migrate the file again, now that it is known where ``native_amp`` goes, and what the other files have."""
+    return migrate_file(change.path, change.name, "native", "" if home is None else home.package, program)
 
 
 def _texts(changes: Sequence[Change], paths: Sequence[Path]) -> Iterator[str | None]:
@@ -130,9 +128,7 @@ LACKING = (
 )
 
 
-def migrate_file(
-    file: Path, name: str, to: str, package: str = "", models: Mapping[str, frozenset[str]] | None = None
-) -> Change:
+def migrate_file(file: Path, name: str, to: str, package: str = "", program: Program | None = None) -> Change:
     """Describe what becomes of one file.
 
     Args:
@@ -140,7 +136,7 @@ def migrate_file(
         name: Its path relative to the migrated directory.
         to: The target.
         package: For ``native``: the package that ``native_amp`` is in.
-        models: For ``native``: those that classes of other files give ``initialize``, by the names of the classes.
+        program: For ``native``: what the other files have to do with this one.
     """
     try:
         old = decode(read(file))
@@ -152,7 +148,7 @@ def migrate_file(
         if is_notebook(file.name):
             is_of_apex = MENTION.search(old.code) is not None
             return Change(file, name, problem=NOTEBOOKS[to] if is_of_apex else "")
-        result = migrate_source(old.code, to, package, models)
+        result = migrate_source(old.code, to, package, program)
         if is_manifest(str(file)):
             marked = _without_apex(file, result.code, to)
             result = replace(result, code=marked.code, todos=marked.todos)

@@ -241,7 +241,6 @@ def test_a_library_that_imports_apex_itself(code, name, start):
     [
         "from apex import amp\nclass ApexScaler: pass\ns = ApexScaler()",
         "from apex import amp\nTrainer(amp_backend='native')",
-        "from apex import amp\nfrom finder import LRFinder\nLRFinder(model, amp_backend='apex')",
     ],
 )
 def test_what_is_no_library(code):

@@ -84,7 +84,7 @@ def vae_in_half(cure):
 
 
 def softmax_by_hand(cure):
-    exponent = (lambda t: t) if cure is None else (lambda t: eval(cure[1], {"x": t}))
+    exponent = (lambda t: t) if cure is None else (lambda t: eval(cure[1], {"x": t, "dim": -1}))
     train(Vae(14.0, exponent, lambda std: std / std.sum()), "O2", lambda m: m(X).float().pow(2).mean())
 
 
@@ -672,7 +672,7 @@ def exponentials_that_are_divided_by_their_sum(cure):
 
     def loss(model):
         scores = model(X).float() * 1e3
-        scores = scores if cure is None else eval(cure[1], {"x": scores})
+        scores = scores if cure is None else eval(cure[1], {"x": scores, "dim": -1})
         shares = scores.exp()
         return (shares / shares.sum() * (Y == 1)[:, None]).sum()
 
@@ -821,11 +821,11 @@ CURES = {
     scale_that_cannot_come_down: r"no min_loss_scale, or one far below 1048576: this gradient needs \d+,",
     half_too_early: r"cast it where it is small again: half\(\) after what makes it smaller; here it reaches",
     vae_in_half: r"\.float\(\) on what goes into exp, and \.half\(\) on what comes of it",
-    softmax_by_hand: r"exp\((x - x\.max\(\))\) in place of exp\(x\)",
+    softmax_by_hand: r"exp\((x - x\.amax\(dim, keepdim=True\))\) in place of exp\(x\)",
     exponential_that_float32_just_holds: r"\.clamp\(max=(\d+)\) on what goes into exp: it reaches 6\S+, and float16",
     vae_far_beyond_half: r"\.clamp\(max=(\d+)\) on what goes into exp: it reaches 3\d\S*, and float16 ends",
     exponential_behind_a_layer: r"\.clamp\(max=(\d+)\) on what goes into exp in \S+\.py:\d+, best where that is made",
-    log_of_one_less_one: r"the logarithm of 0 \(or of less\): \.float\(\)\.clamp_min\((.*)\) on what goes",
+    log_of_one_less_one: r"the logarithm of 1 - 1 \(or of less\): \.float\(\)\.clamp_min\((.*)\) on what goes",
     focal: r"F\.log_softmax\(x, dim\) in .* \.float\(\)\.clamp_min\((\S+)\) on what goes into the other logarithms",
     batch_without_positives: r"\.clamp_min\((\d)\) on the denominator",
     scores_in_half: r"keep_fp32=\['(attention)'\]",
@@ -855,7 +855,7 @@ CURES = {
     target_beyond_one: r"a loss that has a least value: this one fell to -\d\S+, as with targets outside of \[0, 1\]",
     zero_norm: r"add an eps to the denominator, as in / \(\.\.\. \+ (\S+)\)",
     root_of_zero: r"the gradient of sqrt at 0 is not finite: \.clamp_min\((\S+)\) on what goes into it",
-    exponentials_that_are_divided_by_their_sum: r"exp\((x - x\.max\(\))\) in place of exp\(x\)",
+    exponentials_that_are_divided_by_their_sum: r"exp\((x - x\.amax\(dim, keepdim=True\))\) in place of exp\(x\)",
     root_of_squares_that_underflow: r"pow has underflowed in float16: .* and \.clamp_min\((\S+)\) on",
     root_of_a_negative: r"a root of a negative number is NaN: \.clamp_min\((\S+)\) on what goes into it",
     division_by_a_root: r"add an eps under the root, as in / \(\.\.\. \+ (\S+)\)\.sqrt\(\)",

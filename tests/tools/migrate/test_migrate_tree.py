@@ -437,7 +437,7 @@ class Trainer({base}):
 """
 
 
-@pytest.mark.parametrize("base", ["Base", "base.Base", "Other"])
+@pytest.mark.parametrize("base", ["Base", "base.Base", "Base[int]", "Other"])
 def test_a_class_whose_base_is_in_another_file(base, tmp_path):
     """It calls methods of the models that its base gives ``initialize``, and does not name apex."""
     (tmp_path / "base.py").write_text(BASE)
@@ -452,3 +452,23 @@ def test_a_class_whose_base_is_in_another_file(base, tmp_path):
     (note,) = change.notes
     assert note.startswith("line 10: self.gen.decode(...) runs in float32")
     assert not change.needs_amp
+
+
+def test_a_base_of_a_library_and_a_model_that_is_half_are_left_alone(tmp_path):
+    (tmp_path / "base.py").write_text(BASE)
+    (tmp_path / "a.py").write_text(TRAINER.format(base="Base").replace("from base import", "from transformers import"))
+    teacher = BASE.replace("self.gen = gen", "self.gen = gen\n        self.old = gen.half()\n        self.old.eval()")
+    (tmp_path / "b.py").write_text(f"{teacher}\n    def look(self, x):\n        return self.old.look(x.half())\n")
+    changes = {change.name: change for change in migrate_tree(tmp_path, "native")}
+    assert [(changes[name].todos, changes[name].notes) for name in ("a.py", "b.py")] == [([], []), ([], [])]
+
+
+def test_an_argument_of_a_class_of_the_program_is_no_librarys(tmp_path):
+    (tmp_path / "finder").mkdir()
+    (tmp_path / "finder" / "__init__.py").write_text("from apex import amp\nclass LRFinder: pass\n")
+    use = "from apex import amp\nfrom {} import LRFinder\nLRFinder(amp_backend='apex')\n"
+    (tmp_path / "use.py").write_text(use.format("finder"))
+    (tmp_path / "other.py").write_text(use.format("torch_lr_finder"))
+    changes = {change.name: change for change in migrate_tree(tmp_path, "native")}
+    assert changes["use.py"].todos == []
+    assert [message.partition(":")[0] for _, message in changes["other.py"].todos] == ["amp_backend"]
