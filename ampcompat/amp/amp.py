@@ -24,6 +24,7 @@ from ampcompat.amp.casts.registration import (
     register_promote_function,
 )
 from ampcompat.amp.casts.rules import op_rules
+from ampcompat.amp.frontend import initialize, load_state_dict, state_dict
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.levels import casting_level
 from ampcompat.amp.properties import read_properties
@@ -35,6 +36,7 @@ from ampcompat.amp.session_casts import begin_casts_of_init
 __all__ = ["bfloat16_function", "float_function", "half_function", "init", "promote_function"]
 __all__ += ["register_bfloat16_function", "register_float_function", "register_half_function"]
 __all__ += ["register_promote_function"]
+__all__ += ["initialize", "load_state_dict", "state_dict"]
 
 P = ParamSpec("P")
 

@@ -180,3 +180,10 @@ def test_a_subclass_of_the_wrapped_optimizer_extends_its_methods():
         warnings.simplefilter("error")
         wrapper.load_state_dict(saved)
     assert optimizer.state[more]["momentum_buffer"].tolist() == [1.0, 1.0]
+
+
+def test_amp_of_amp_has_what_training_calls():
+    """An inpainting script says ``from apex.amp import amp``, and then ``amp.initialize``."""
+    assert amp.amp.initialize is amp.initialize
+    assert amp.amp.state_dict is amp.state_dict
+    assert amp.amp.load_state_dict is amp.load_state_dict

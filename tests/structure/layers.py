@@ -27,7 +27,8 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("adapters", "misuse"),
     ("_process_optimizer", "session_casts"),
     ("_initialize", "arguments", "compat", "handle", "rnn_compat", "scaler", "utils"),
-    ("frontend", "amp", "opt", "__version__"),
+    ("frontend", "opt", "__version__"),
+    ("amp",),
     ("__init__",),
 )
 #: Modules of packages in which each imports only those before it.

@@ -78,8 +78,8 @@ class Event:
 
     @property
     def is_mask(self) -> bool:
-        """Whether it is the -inf that the script has written, and nothing has become NaN by it."""
-        return -math.inf in self.scalars and not self.is_nan and self.spread is None
+        """Whether it is an inf that the script has written, and nothing has become NaN by it."""
+        return any(map(math.isinf, self.scalars)) and not self.is_nan and self.spread is None
 
     @property
     def out_of_range(self) -> bool:

@@ -19,8 +19,8 @@ LOOKBACK, FAR = 10, 20.0
 #: Below it a weight has a usual size, however small it was before. Two layers multiply four numbers: their weights, and
 #: what goes into each. Where all are as large, a sum over 16 inputs leaves float16: 16 * 8 ** 4 is 65536.
 LARGE = 8.0
-#: Where the loss has become so many times larger, weights that have grown less far have made it so.
-LOSS_FAR, FAR_WITH_LOSS = 100.0, 3.0
+#: Where the loss has become so many times larger, or the learning rate has risen, less growth of weights is why.
+LOSS_FAR, FAR_WITH_CAUSE = 100.0, 3.0
 #: Losses that are means of likelihoods or similarities end above it.
 LEAST_LOSS = -10.0
 #: Where the learning rate has become so many times higher, its rise is named in place of its size.
@@ -91,8 +91,7 @@ class Grown:
 
     @property
     def _has_rate_risen(self) -> bool:
-        """Whether the rate is far higher than some steps ago, as where a scheduler multiplies it."""
-        return bool(self.rates) and self.rates[-1] >= RATE_FAR * self.rates[0] > 0
+        return _has_risen(self.rates)
 
 
 class History:
@@ -126,8 +125,8 @@ class History:
     def growth(self, optimizer: Optimizer, but: Collection[int] = ()) -> Grown | None:
         """The weight of ``optimizer`` that grew most in the last steps; None where none grew far and is large.
 
-        Where the loss of each batch has grown far with it, a weight need not have. A weight that began at zero, or near
-        it, is compared with the usual one. Host syncs: one for each loss.
+        Where the loss of each batch has grown far with it, or the learning rate has risen, a weight need not have. A
+        weight that began at zero, or near it, is compared with the usual one. Host syncs: one for each loss.
 
         Args:
             optimizer: the one whose weights these are.
@@ -141,19 +140,19 @@ class History:
             after.update({key: size for key, size in sizes.items() if math.isfinite(size)})
         usual = statistics.median([size for size in before.values() if size > 0] or [1.0])
         rise = self._rise()
-        far, large = (FAR, LARGE) if rise is None else (FAR_WITH_LOSS, 0.0)
+        far, large = (FAR, LARGE) if rise is None else (FAR_WITH_CAUSE, 0.0)
         grown: list[tuple[float, int, torch.Tensor]] = []
         for index, group in enumerate(optimizer.param_groups):
+            far_here = min(far, FAR_WITH_CAUSE) if _has_risen(self._rates_of(index)) else far
             for param in group["params"]:
                 now = after.get(id(param), 0.0)
                 times = now / max(before.get(id(param), math.inf), usual)
-                has_grown = times >= far and now >= large  # not so for a NaN
+                has_grown = times >= far_here and now >= large  # not so for a NaN
                 if has_grown and _memory(param) not in but:
                     grown.append((times, index, param))
         if not grown:
             return None
         times, index, param = max(grown, key=lambda one: one[0])
-        rates = [rates[index] for rates in self.rates if index < len(rates)]
         return Grown(
             optimizer=id(optimizer),
             parameter=name_of(param),
@@ -161,11 +160,15 @@ class History:
             after=after[id(param)],
             times=times,
             steps=len(self.seen) - 1,
-            rates=[rate for rate in rates if rate is not None],
+            rates=self._rates_of(index),
             is_of_sgd="SGD" in optimizer_name(optimizer),
             loss=self._fallen_loss(),
             rise=rise,
         )
+
+    def _rates_of(self, group: int) -> list[float]:
+        rates = [rates[group] for rates in self.rates if group < len(rates)]
+        return [rate for rate in rates if rate is not None]
 
     def _rise(self) -> tuple[float, float] | None:
         """What the loss was, and what it is for the last batches, if that is far larger."""
@@ -183,6 +186,11 @@ class History:
             return 0.0
         first, last = _number(known[0][0]), _number(known[-1][-1])
         return last if last < 2 * min(first, 0.0) else 0.0
+
+
+def _has_risen(rates: list[float]) -> bool:
+    """Whether a learning rate is far higher than some steps ago, as where a scheduler multiplies it."""
+    return bool(rates) and rates[-1] >= RATE_FAR * rates[0] > 0
 
 
 def _memory(param: torch.Tensor) -> int:

@@ -10,6 +10,7 @@ import torch
 from ampcompat.tools.core import LEVELS
 from ampcompat.tools.explain.call import CAST_OPS
 from ampcompat.tools.explain.event import Beyond, Event
+from ampcompat.tools.explain.made import Made
 from ampcompat.tools.explain.places import Place
 from ampcompat.tools.explain.setting import Setting
 from ampcompat.tools.tensors import LARGEST
@@ -76,8 +77,7 @@ def lines_in_float32(event: Event, setting: Setting, places: Sequence[Place]) ->
         return []
     cast = [one for one in places if one.function in _HALF_FUNCTIONS] if setting.casts_functions else []
     if place.is_outside and any(made.is_of_model for made in event.made):
-        made_of_cast = setting.casts_functions and any(made.op in _HALF_OPS for made in event.chains)
-        return [_loss_in_float32(event, "model", cast or made_of_cast)]
+        return [_loss_in_float32(event, "model", cast or (setting.casts_functions and _is_made_of_cast(event)))]
     if setting.casts_weights and not event.backward and not event.may_reach_layer:
         return [_loss_in_float32(event, "layers", False)]
     if cast and all(_is_called_by_name(one) for one in cast):
@@ -90,6 +90,17 @@ def lines_in_float32(event: Event, setting: Setting, places: Sequence[Place]) ->
         functions = " and ".join(dict.fromkeys(one.function for one in cast))
         return [f"compute it in float32: `with amp.disable_casts():`, and in it .float() on what goes into {functions}"]
     return [_line_in_float32(event, setting)]
+
+
+def _is_made_of_cast(event: Event) -> bool:
+    """Whether code after the model has called a function that casts give half, as the convolution of an SSIM."""
+    for made in event.chains:
+        one: Made | None = made
+        while one is not None and one.place.is_outside:
+            if one.op in _HALF_OPS:
+                return True
+            one = one.largest_input
+    return False
 
 
 def _is_called_by_name(place: Place) -> bool:

@@ -85,7 +85,7 @@ class Places(TorchFunctionMode):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> R:
-        before, self.function = self.function, getattr(func, "__name__", "")
+        before, self.function = self.function, _name_of(func)
         try:
             result = as_called_from(_caller_of(func), func, args, kwargs or {})
             for out in result if isinstance(result, (list, tuple)) else (result,):
@@ -136,6 +136,12 @@ class Places(TorchFunctionMode):
         # The backward of a Function of the script's, or a hook.
         in_backward = script_line(sys._getframe(1), self.bottom, of_backward=True)
         return place._replace(function=function, line=in_backward or place.line or self.called_at)
+
+
+def _name_of(func: Callable[..., object]) -> str:
+    """As in "softmax"; "div" for 1 / x, whose function is ``__rdiv__``."""
+    name = getattr(func, "__name__", "")
+    return name.strip("_").removeprefix("r") if name.startswith("__r") else name
 
 
 def _caller_of(func: Callable[..., object]) -> FrameType | None:

@@ -194,6 +194,8 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not is_view and covers_storage(out):
                 self.origins.pop(storage(out), None)
                 self.twins.renew(call, out, result)
+            elif is_written:
+                self.twins.overwrite(out)
             return
         origin = self._origin_of(call, out if is_written else None)
         beside_mask = None if origin is None or not origin.is_mask else _lost_beside(call, out)
@@ -290,13 +292,14 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _origin_of(self, call: Call, written: torch.Tensor | None) -> Event | None:
         """The origin of what is not finite in the inputs of an op; None where they are finite."""
         is_replaced = written is not None and call.name == "copy_" and covers_storage(written)
-        if written is not None and not is_replaced and storage(written) in self.origins:
-            return self.origins[storage(written)]
+        before = None if written is None or is_replaced else self.origins.get(storage(written))
+        if before is not None and not before.is_mask:
+            return before
         # What other ranks have written into it since the collective was called came before this op.
         read = [tensor for tensor in call.inputs if tensor is not written or storage(tensor) in self._reduced]
         known = self.origin(_but_masks(read))
         argument = self._unknown_argument(call, read)  # noted in any case: the watch may prefer it
-        return argument if known is None else known
+        return known or before or argument
 
     def _unknown_argument(self, call: Call, read: list[torch.Tensor]) -> Event | None:
         """Note the first of the tensors ``read`` that is not finite and comes from nowhere that was seen."""

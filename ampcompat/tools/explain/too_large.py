@@ -117,7 +117,7 @@ def _bound(event: Event) -> list[str]:
         is_turn = not one.backward and (one.op, one.place) == (event.op, event.place)
         if is_turn and not one.gives < _GROWTH * turns[-1]:  # nor where float32 does not hold it
             turns.append(one.gives)
-    if len(turns) < _TURNS:
+    if len(list(filter(math.isfinite, turns))) < _TURNS:  # an inf may be the script's own
         return []
     return [
         f"bound what goes round in this loop, by torch.tanh, a LayerNorm or .clamp: it is multiplied in each turn, from"

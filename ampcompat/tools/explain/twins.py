@@ -34,6 +34,12 @@ class Twins:
         """Note that what ``tensor`` held before is gone."""
         self._of_storages.pop(storage(tensor), None)
 
+    def overwrite(self, part: torch.Tensor) -> None:
+        """Note that ``part`` of a tensor was written, and is finite."""
+        twin = self.of(part)
+        if twin is not None:
+            twin.copy_(part)
+
     def renew(self, call: Call, out: torch.Tensor, result: object) -> None:
         """Note that ``out`` holds something else, which is finite.
 

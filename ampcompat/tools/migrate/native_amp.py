@@ -57,6 +57,7 @@ _amp_state = types.SimpleNamespace(
     opt_properties=None,
     verbosity=1,
     device_type="cpu",
+    casts=True,  # disable_casts turns them off
     optimizers=weakref.WeakKeyDictionary(),  # in the order of their calls
     # <unused_forwards>
     models_to_watch=weakref.WeakSet(),  # models whose forward has not run yet
@@ -168,7 +169,8 @@ class _Forward:
         self.has_run = True  # <unused_forwards>
         if self.dtype is None:
             return self.__wrapped__(*args, **kwargs)
-        with torch.autocast(self.device_type, self.dtype, cache_enabled=CACHE_ENABLED):
+        enabled = _amp_state.casts
+        with torch.autocast(self.device_type, self.dtype, enabled=enabled, cache_enabled=CACHE_ENABLED):
             outputs = self.__wrapped__(*args, **kwargs)
         outputs = _map(outputs, functools.partial(_cast_output, dtype=self.output_dtype))  # <retained_gradients>
         return _map(outputs, functools.partial(_cast, dtype=self.output_dtype))
@@ -599,9 +601,15 @@ def _with_checked_closure(optimizer: Any, step: Callable[..., Any]) -> Callable[
 # </closures>
 # <functions>
 # -- functions ---------------------------------------------------------------------------------------------------------
-def disable_casts() -> torch.autocast:
-    """Return a context in which nothing is cast."""
-    return torch.autocast(_amp_state.device_type, enabled=False)
+@contextlib.contextmanager
+def disable_casts() -> Iterator[None]:
+    """Inside, nothing is cast, in the forward of a model neither."""
+    before, _amp_state.casts = _amp_state.casts, False
+    try:
+        with torch.autocast(_amp_state.device_type, enabled=False):
+            yield
+    finally:
+        _amp_state.casts = before
 
 
 def half_function(function: Any) -> Any:

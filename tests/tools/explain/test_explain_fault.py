@@ -477,6 +477,28 @@ def test_a_learning_rate_that_is_too_high(capsys, level):
     assert re.match(r"\S+ grew from \S+ to \S+ in \d+ steps?, at lr=50", entry["growth"])
 
 
+def test_weights_that_a_rising_rate_makes_grow_need_not_grow_as_far(capsys):
+    """As a schedule whose exponent has the wrong sign: five times in ten steps, at a rate that rises by two thirds."""
+    torch.manual_seed(0)
+    model, optimizer = initialized(nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4)), "O1", lr=0.0)
+    explain_overflows(limit=1)
+    x = torch.full((16, 8), 30.0)
+    rates = iter([0.01 * 1.05**step for step in range(100)])
+    with torch.no_grad():
+        model[0].weight.fill_(5.0)
+    for _ in range(40):
+        optimizer.param_groups[0]["lr"] = next(rates)
+        optimizer.zero_grad()
+        loss = model(x).float().mean() * 0.0
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        model[0].weight.grad = -16.0 * model[0].weight.detach()  # grows by a sixth and more in each step
+        optimizer.step()
+    (entry, *_) = fields(capsys.readouterr().err)
+    assert entry["growth"].startswith("0.weight grew from ")
+    assert entry["hint"].startswith("the learning rate went from ")
+
+
 def test_weights_of_one_optimizer_that_grow_are_one_fault(capsys):
     diverge("O1", 5.0, steps=60, limit=3)
     grown = [entry["growth"] for entry in fields(capsys.readouterr().err) if "growth" in entry]

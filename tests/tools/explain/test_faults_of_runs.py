@@ -68,6 +68,23 @@ class Scores(nn.Module):
         return torch.softmax(scores + mask * self.fill, -1)
 
 
+def least_costs(y):
+    """As soft-DTW's table: what no path has reached costs inf."""
+    table = y.new_full((len(y), 3), float("inf"))
+    table[:, 0] = y.abs().sum(1)
+    for column in (1, 2):
+        paths = -torch.stack([table[:, column - 1], table[:, column]]) / 0.01  # here
+        most = paths.max(0).values
+        table[:, column] = y[:, 0] - 0.01 * ((paths - most).exp().sum(0).log() + most)
+    return table[:, 2]
+
+
+def squared_means(y):
+    """As an SSIM's."""
+    means = F.conv1d(y[:, None].float(), torch.full((1, 1, 3), 1 / 3))
+    return means * means * torch.full_like(means, 4.0)
+
+
 class LargeBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -793,6 +810,29 @@ FAULTS = {
         model=lambda: Layer(weight=1.0),
         batch=lambda step: torch.full((4, 8), 50.0),
         loss=lambda y: -torch.log((y + 1) / (y * y + 1)).mean(),
+    ),
+    "costs that begin at inf, and leave float16 beside it": Fault(
+        {
+            "what": "aten::div left the range of float16",
+            "hint": "compute the loss in float32: .float() on what the layers returned",
+        },
+        r"the cause is \S+ \(div\)\.$",
+        model=lambda: Layer(least_costs, weight=1.0),
+        level="O2",
+        batch=lambda step: torch.full((4, 8), 15.0),
+        loss=lambda y: y.float().mean() * 1e-6,
+    ),
+    "a loss whose convolution casts of functions make half": Fault(
+        {
+            "next what": "aten::mul left the range of float16",
+            "next hint": "compute the loss in float32: `with amp.disable_casts():` around it",
+        },
+        r"the cause is \S+ \(mul\)\.$",
+        loss=lambda y: squared_means(y).mean(),
+        optimizer=sgd(1e-9),
+        batch=lambda step: torch.full((4, 8), 20.0),
+        model=lambda: Layer(weight=1.0),
+        count=2,
     ),
     "a table that the cast loses": Fault(
         {

@@ -741,6 +741,26 @@ def test_registered_functions(amp, monkeypatch):
     assert isinstance(holder.Layer, type)
 
 
+def test_disable_casts_around_a_call_of_the_model(amp):
+    """As around an evaluation in float32: the model's forward, which is under autocast, stays out of it."""
+    inside = []
+
+    class Model(nn.Linear):
+        def forward(self, x):
+            inside.append(super().forward(x).dtype)
+            return super().forward(x)
+
+    model, optimizer = Model(4, 2), torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    model, _ = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    x = torch.ones(2, 4)
+    model(x)
+    with amp.disable_casts():
+        model(x)
+    amp.disable_casts()(model)(x)
+    model(x)
+    assert inside == [torch.float16, torch.float32, torch.float32, torch.float16]
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 def test_what_is_refused(amp):
     model, optimizer = nn.Linear(4, 2), torch.optim.SGD(nn.Linear(4, 2).parameters(), lr=0.1)
