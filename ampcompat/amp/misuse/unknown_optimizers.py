@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -29,38 +28,29 @@ class _Scaled(NamedTuple):
         grad: The gradient.
         version: Its version then.
         scale: What it is multiplied by.
-        norm: Its norm then; None where it is not needed.
     """
 
     grad: weakref.ref[torch.Tensor]
     version: int
     scale: torch.Tensor
-    norm: torch.Tensor | None = None
 
     def is_as_it_was(self, grad: torch.Tensor) -> bool:
-        """Whether ``grad`` is this gradient, still scaled. Host syncs, unless it is another gradient or version."""
+        """Whether ``grad`` is this gradient, still scaled. Host sync, unless it is another gradient or version."""
         if _torch.tensor_of(self.grad) is not grad or grad._version != self.version:
             return False
-        scale = self.scale.item()
-        if scale == 1 or self.norm is None:
-            return scale != 1
-        # A write to `grad.data` counts as no version.
-        unscaled = self.norm.item() / scale
-        return not math.isclose(float(_norm(grad)), unscaled, rel_tol=0.01)
+        return self.scale.item() != 1
 
 
 class ScaledForNone(Rule):
-    """Gradients that blocks have given to tensors that no optimizer under amp steps.
+    """Gradients that blocks have given to models under amp, in tensors that no optimizer under amp steps.
 
     Blocks unscale the gradients of their optimizers: these stay multiplied by the loss scale. So do those of half
-    weights, whose masters have the unscaled ones. The tensors are those of models under amp, and those of any other
-    optimizer from its first step on, such as the centers that a loss learns.
+    weights, whose masters have the unscaled ones.
     """
 
     def __init__(self) -> None:
         self._scaled: dict[int, _Scaled] = {}  # by the id of the tensor; that of the gradient tells whether it is valid
         self._before: dict[OpenBlock, Gradients] = {}
-        self._others: dict[int, weakref.ref[Any]] = {}  # by id, optimizers that have stepped and that amp does not know
         self._hooks = ExitStack()
         _torch.call_before_steps(self._look, self._hooks)
         state.undo.callback(self.end)
@@ -72,7 +62,7 @@ class ScaledForNone(Rule):
     def on_scaled_loss(self, block: OpenBlock, scaled: torch.Tensor) -> None:
         """Remember the gradients of tensors that no optimizer under amp holds, before a backward pass."""
         self._before[block] = {
-            id(param): (param.grad, param.grad._version) for param in self._held_by_none() if param.grad is not None
+            id(param): (param.grad, param.grad._version) for param in _held_by_none() if param.grad is not None
         }
 
     def on_block_undone(self, block: OpenBlock) -> None:
@@ -84,35 +74,21 @@ class ScaledForNone(Rule):
         before = self._before.pop(block, None)
         if before is None or block.scale is None:
             return
-        for param in self._held_by_none():
+        for param in _held_by_none():
             grad = param.grad
             known, version = before.get(id(param), (None, 0))
             if grad is not None and (grad is not known or grad._version != version):
-                self._scaled[id(param)] = _Scaled(weakref.ref(grad), grad._version, block.scale, _norm(grad))
+                self._scaled[id(param)] = _Scaled(weakref.ref(grad), grad._version, block.scale)
         for master in block.leaves.masters:
             grad = master.half.grad
             if grad is not None:
                 self._scaled[id(master.half)] = _Scaled(weakref.ref(grad), grad._version, block.scale)
 
-    def _held_by_none(self) -> list[torch.Tensor]:
-        """The trainable parameters that may get gradients, and that no optimizer under amp holds."""
-        held = {key for optimizer in optimizer_index.listed() for key in optimizer._amp_stash.leaves.ids()}
-        modules: dict[torch.nn.Module, None] = {}
-        for model in model_index.live:
-            modules.update(dict.fromkeys(model.modules()))
-        params: list[torch.Tensor] = []
-        for module in modules:
-            params += [param for param in module._parameters.values() if param is not None]
-        for known in self._others.values():
-            params += _params_of(known())
-        return [param for param in params if param.requires_grad and id(param) not in held]
-
     def _look(self, optimizer: Any) -> None:
         """Warn if ``optimizer``, which begins a step, uses one of them, and does not step by one that amp knows."""
-        if torch.compiler.is_compiling() or "_amp_stash" in vars(optimizer):
+        if torch.compiler.is_compiling() or not self._scaled or "_amp_stash" in vars(optimizer):
             return
-        self._others[id(optimizer)] = weakref.ref(optimizer)
-        for param in _params_of(optimizer):
+        for param in [param for group in optimizer.param_groups for param in group["params"]]:
             scaled = self._scaled.get(id(param))
             if scaled is None or param.grad is None or not scaled.is_as_it_was(param.grad):
                 continue
@@ -122,13 +98,11 @@ class ScaledForNone(Rule):
             return
 
 
-def _norm(grad: torch.Tensor) -> torch.Tensor:
-    dense = grad.detach().to_dense() if grad.is_sparse else grad.detach()
-    norm: torch.Tensor = torch.linalg.vector_norm(dense, dtype=torch.float32)
-    return norm
-
-
-def _params_of(optimizer: Any) -> list[torch.Tensor]:
-    if optimizer is None:  # it is gone
-        return []
-    return [param for group in optimizer.param_groups for param in group["params"]]
+def _held_by_none() -> list[torch.Tensor]:
+    """The trainable parameters of models under amp that no optimizer under amp holds."""
+    held = {key for optimizer in optimizer_index.listed() for key in optimizer._amp_stash.leaves.ids()}
+    modules: dict[torch.nn.Module, None] = {}
+    for model in model_index.live:
+        modules.update(dict.fromkeys(model.modules()))
+    params = [param for module in modules for param in module._parameters.values() if param is not None]
+    return [param for param in params if param.requires_grad and id(param) not in held]

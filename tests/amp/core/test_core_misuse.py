@@ -571,44 +571,19 @@ def test_an_optimizer_that_amp_does_not_know_with_gradients_of_its_own(before_st
     assert warned(train) == []
 
 
-class Unhashable(torch.optim.SGD):
-    def __eq__(self, other):
-        return self is other
-
-
-@pytest.mark.parametrize("make", [torch.optim.SGD, Unhashable])
-@pytest.mark.parametrize("by_hand", ["nothing", "unscales", "weighs"])
-@pytest.mark.parametrize("is_in_block", [True, False])
-def test_an_optimizer_of_what_a_loss_learns(is_in_block, by_hand, make):
-    """The centers of a center loss: in no model that amp has, and known once their optimizer has stepped."""
-    model, optimizer = start("O1", loss_scale="dynamic")
-    centers = torch.nn.Parameter(torch.zeros(6))
-    plain = make([centers], lr=0.1)
+def test_an_optimizer_of_a_model_that_amp_does_not_have():
+    model, optimizer = start("O1")
+    other = torch.nn.Linear(6, 6)
+    plain = torch.optim.SGD(other.parameters(), lr=0.1)
     x = torch.ones(4, 6)
 
     def train():
-        for _ in range(2):
-            optimizer.zero_grad()
-            plain.zero_grad()
-            scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
-            near = (centers - 1).pow(2).mean()
-            loss = model(x).float().mean()
-            with amp.scale_loss(loss + near if is_in_block else loss, optimizer) as scaled:
-                scaled.backward()
-            if not is_in_block:
-                near.backward()
-            optimizer.step()
-            if by_hand == "unscales":
-                centers.grad.data.mul_(1 / scale)
-            if by_hand == "weighs":
-                centers.grad.data *= 1 / 5e-4
-            plain.step()
+        with amp.scale_loss(model(other(x)).float().mean(), optimizer) as scaled:
+            scaled.backward()
+        plain.step()
+        optimizer.step()
 
-    found = warned(train)
-    is_wrong = is_in_block and by_hand != "unscales"
-    assert [message.split(" - ")[0].partition(".")[2] for message in found] == (
-        ["step() with gradients that a scale_loss block has left multiplied by the loss scale"] * is_wrong
-    )
+    assert warned(train) == []
 
 
 @pytest.mark.parametrize(("level", "kwargs"), [("O0", {}), ("O4", {}), ("O1", {"loss_scale": 1.0})])
