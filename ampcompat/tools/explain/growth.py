@@ -143,7 +143,7 @@ class History:
         far, large = (FAR, LARGE) if rise is None else (FAR_WITH_CAUSE, 0.0)
         grown: list[tuple[float, int, torch.Tensor]] = []
         for index, group in enumerate(optimizer.param_groups):
-            far_here = min(far, FAR_WITH_CAUSE) if _has_risen(self._rates_of(index)) else far
+            far_here = FAR_WITH_CAUSE if _has_risen(self._rates_of(index)) else far
             for param in group["params"]:
                 now = after.get(id(param), 0.0)
                 times = now / max(before.get(id(param), math.inf), usual)

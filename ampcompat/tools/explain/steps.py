@@ -40,7 +40,7 @@ class OptimizerSteps:
         self.block: BlockScale | None = None  # the last
         self.last_blocks: dict[LossScaler, BlockScale] = {}  # since the step before
         self.weights = Weights(optimizer)
-        self.steps_with_zeros = False  # its latest step had no other gradients
+        self.had_zeros_alone = False  # the gradients of its latest step
         self.largest_of_block = 0.0  # the largest gradient when the last block ended, looked at after such a step
         self._has_stepped = False
         self._made_at: dict[LossScaler, float] = {}  # the highest scales of steps that were made
@@ -58,7 +58,8 @@ class OptimizerSteps:
 
     def end_block(self, optimizer: Optimizer) -> None:
         """Look at the gradients, if those of the latest step were all 0: has the script made them so after a block?"""
-        if self.steps_with_zeros:
+        self.largest_of_block = 0.0
+        if self.had_zeros_alone:
             self.largest_of_block = max(map(largest, gradients_of(optimizer)), default=0.0)
 
     def end(self, skipped: bool) -> None:
@@ -99,6 +100,6 @@ class OptimizerSteps:
         if largest_grad is not None and self._scales:
             scale, since = min(self._scales.values())
             too_small = underflow(optimizer, self.seen, largest_grad, scale, since, self.largest_of_block)
-        self.steps_with_zeros = largest_grad == 0
+        self.had_zeros_alone = largest_grad == 0
         written = first_written(optimizer, self.seen, self.weights.history) if is_new else None
         return written, too_small

@@ -47,8 +47,8 @@ def program_of(codes: Mapping[Path, str]) -> Program:
         with contextlib.suppress(*UNPARSABLE):
             for name, found in _models_by_class(Source("", code)).items():
                 models[name] = models.get(name, frozenset()) | found
-    modules = {path.stem for path in codes} | {path.parent.name for path in codes}
-    return Program(models, frozenset(modules))
+    packages = {path.parent.name for path in codes if path.name == "__init__.py"}
+    return Program(models, frozenset(packages | {path.stem for path in codes}))
 
 
 def _models_by_class(source: Source) -> dict[str, frozenset[str]]:
@@ -59,13 +59,14 @@ def _models_by_class(source: Source) -> dict[str, frozenset[str]]:
     found = {}
     given = {name for name in _models(source) if name.startswith("self.")}
     initializing = set(source.calls_to("apex.amp.initialize"))
-    made_half = {name for name, _ in _targets_of_half(source)}
+    half = list(_targets_of_half(source))
     for node in source.kind(ast.ClassDef):
         inside = set(ast.walk(node))
         if not inside & initializing:
             continue
         called = [dotted(call.func).rpartition(".") for call in source.calls if call in inside]
-        made_half |= {owner for owner, _, method in called if method == "half"}
+        made_half = {owner for owner, _, method in called if method == "half"}
+        made_half |= {name for name, target in half if target in inside}
         trained = {owner.removesuffix(".module") for owner, _, method in called if method in OF_MODELS}
         models = given | {owner for owner in trained if owner.startswith("self.")}
         found[node.name] = frozenset(models - made_half)

@@ -65,6 +65,8 @@ def _with_native_amp(changes: list[Change], paths: Sequence[Path]) -> list[Chang
 
 def _again(change: Change, home: Home | None, program: Program) -> Change:
     """Migrate the file again, now that it is known where ``native_amp`` goes, and what the other files have."""
+    if home is None and not change.todos and not program.models:
+        return change  # nothing in it depends on them
     return migrate_file(change.path, change.name, "native", "" if home is None else home.package, program)
 
 

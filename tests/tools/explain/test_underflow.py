@@ -88,6 +88,18 @@ def test_gradients_that_a_clip_has_made_zero(scale):
     )
 
 
+def test_a_step_of_zeros_long_after_another_is_no_clip():
+    """A loss that does not depend on the weights, at the first step and at the last."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1e-6), opt_level="O1", verbosity=0)
+    explain_overflows()
+    for step in range(6):
+        optimizer.zero_grad()
+        make_step(optimizer, model(torch.ones(4, 8)).float().mean() * (0.0 if step in (0, 5) else 1e-2))
+    assert last_words()[-1].head == "none of 6 steps was skipped."
+
+
 def clip(params):
     grads = [param.grad for param in params]
     norm = sum(grad.pow(2).sum() for grad in grads).sqrt()

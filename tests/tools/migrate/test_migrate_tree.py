@@ -472,3 +472,21 @@ def test_an_argument_of_a_class_of_the_program_is_no_librarys(tmp_path):
     changes = {change.name: change for change in migrate_tree(tmp_path, "native")}
     assert changes["use.py"].todos == []
     assert [message.partition(":")[0] for _, message in changes["other.py"].todos] == ["amp_backend"]
+
+
+def test_a_folder_that_is_no_package_is_no_module_of_the_program(tmp_path):
+    """A script that lies in a folder called as a library is."""
+    folder = tmp_path / "lightning"
+    folder.mkdir()
+    code = "from apex import amp\nimport lightning\nlightning.Trainer(amp_backend='apex')\n"
+    (folder / "train.py").write_text(code)
+    (change,) = [one for one in migrate_tree(folder, "native") if one.name == "train.py"]
+    assert [message.partition(":")[0] for _, message in change.todos] == ["amp_backend"]
+
+
+def test_what_one_class_makes_half_is_not_so_in_another(tmp_path):
+    frozen = BASE.replace("class Base", "class Frozen").replace("self.gen = gen", "self.gen = gen.half()")
+    (tmp_path / "base.py").write_text(f"{frozen}\n{BASE.partition('import amp')[2]}")
+    (tmp_path / "train.py").write_text(TRAINER.format(base="Base"))
+    changes = {change.name: change for change in migrate_tree(tmp_path, "native")}
+    assert [line for line, _ in changes["train.py"].todos] == [7]
