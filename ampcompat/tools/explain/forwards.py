@@ -78,12 +78,13 @@ class Forwards:
         return None, _what_is_known(findings, of_backward, block)
 
     def find_in_latest(self) -> Event | None:
-        """Find the origin of what the latest forward has returned and is not finite; None where it is finite."""
+        """Find the origin of what the latest forward has returned and is not finite; None where it is, or a mask's."""
         latest = self.kept[-1] if self.kept else None
         if latest is None or not latest.is_lost or not latest.is_as_it_was:
             return None
         with contextlib.suppress(Exception):  # the run has ended, and that well
-            return run_again(latest, backward=False).event
+            finding = run_again(latest, backward=False)
+            return None if finding.is_mask else finding.event
         return None
 
 

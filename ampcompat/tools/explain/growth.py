@@ -23,7 +23,7 @@ LARGE = 8.0
 LOSS_FAR, FAR_WITH_CAUSE = 100.0, 3.0
 #: Losses that are means of likelihoods or similarities end above it.
 LEAST_LOSS = -10.0
-#: Where the learning rate has become so many times higher, its rise is named in place of its size.
+#: A learning rate that has become so many times higher has risen: less growth of weights counts, and the rise is named.
 RATE_FAR = 1.05
 
 
@@ -125,7 +125,7 @@ class History:
     def growth(self, optimizer: Optimizer, but: Collection[int] = ()) -> Grown | None:
         """The weight of ``optimizer`` that grew most in the last steps; None where none grew far and is large.
 
-        Where the loss of each batch has grown far with it, or the learning rate has risen, a weight need not have. A
+        Less growth is enough where the loss of each batch has grown far with it, or the learning rate has risen. A
         weight that began at zero, or near it, is compared with the usual one. Host syncs: one for each loss.
 
         Args:

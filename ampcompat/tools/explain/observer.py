@@ -121,7 +121,7 @@ class OverflowExplainer:
 
     @_unwatched
     def on_gradients(self, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
-        """Look at the gradients too at static scales: one host sync a block."""
+        """Look at the gradients too at static scales: one host sync a block. At dynamic ones, after a step of zeros."""
         block, self.open_block = self.open_block, None
         if not optimizers:
             self.watch.after_block()  # for the gradient of an input: no step follows
@@ -324,7 +324,7 @@ class OverflowExplainer:
 
 
 def _without_block(event: Event) -> str:
-    """For a script whose own test of the loss fails at each batch."""
+    """For a script that leaves out each batch, since what the model returns is not finite."""
     return (
         "no step was made, and no scale_loss block begun: the last forward returned what is not finite, made in"
         f" {cause_of(event)}."

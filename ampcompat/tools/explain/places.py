@@ -15,6 +15,17 @@ from ampcompat import _torch
 from ampcompat.tools.frames import ScriptLine, as_called_from, script_line
 
 _KEY = "ampcompat place"
+#: Operators whose tensor stands on the right.
+_REFLECTED = (
+    "__rdiv__",
+    "__rtruediv__",
+    "__rfloordiv__",
+    "__rsub__",
+    "__rmul__",
+    "__radd__",
+    "__rpow__",
+    "__rmatmul__",
+)
 #: How far below the node of a function's result its other nodes are.
 _MOST_NODES_OF_A_CALL = 6
 
@@ -139,9 +150,9 @@ class Places(TorchFunctionMode):
 
 
 def _name_of(func: Callable[..., object]) -> str:
-    """As in "softmax"; "div" for 1 / x, whose function is ``__rdiv__``."""
+    """The name of what the script calls, as in "softmax"; "div" for 1 / x."""
     name = getattr(func, "__name__", "")
-    return name.strip("_").removeprefix("r") if name.startswith("__r") else name
+    return name[3:-2] if name in _REFLECTED else name
 
 
 def _caller_of(func: Callable[..., object]) -> FrameType | None:

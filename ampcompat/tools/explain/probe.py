@@ -128,7 +128,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None if writer is None or writer.op in GIVEN else writer
 
     def _behind(self, event: Event) -> Event:
-        """The overflow whose inf a division made the 0 of ``event``, as in log(1 / inf); else ``event``."""
+        """The overflow whose inf a division made the 0 that ``event`` takes, as in log(1 / inf); else ``event``."""
         is_of_zero = bool(event.zeros) or (event.op in _INFINITE_AT_ZERO and event.is_undefined and not event.is_nan)
         if not is_of_zero:
             return event

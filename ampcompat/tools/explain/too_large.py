@@ -117,7 +117,7 @@ def _bound(event: Event) -> list[str]:
         is_turn = not one.backward and (one.op, one.place) == (event.op, event.place)
         if is_turn and not one.gives < _GROWTH * turns[-1]:  # nor where float32 does not hold it
             turns.append(one.gives)
-    if len(list(filter(math.isfinite, turns))) < _TURNS:  # an inf may be the script's own
+    if sum(map(math.isfinite, turns)) < _TURNS:  # an inf may be the script's own
         return []
     return [
         f"bound what goes round in this loop, by torch.tanh, a LayerNorm or .clamp: it is multiplied in each turn, from"
@@ -215,7 +215,7 @@ def _larger_denominator(event: Event, setting: Setting) -> list[str]:
     if function in LOGARITHMS:
         return [f".clamp_min(1e-2) on what goes into {function}{where}: the gradient is divided by that"]
     if function == "normalize":
-        return [f"eps=1e-2 in normalize{where}, in place of its 1e-12: the gradient is divided by the norm"]
+        return [f"eps=1e-2 in normalize{where}, where 1e-12 is usual: the gradient is divided by the norm"]
     return [
         f"bound the denominator{where} where it is made, as by .clamp_min(1e-2), or take F.cosine_similarity: the"
         " gradient is divided by what is next to 0"

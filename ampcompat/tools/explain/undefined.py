@@ -46,10 +46,10 @@ def _is_root(event: Event) -> bool:
     return _is_backward_of(event, "Sqrt", "LinalgVectorNorm", "Norm", "Pow")
 
 
-def _is_end_of_range(event: Event) -> bool:
+def _is_end_of_domain(event: Event) -> bool:
     if event.backward:
-        return _is_backward_of(event, "Acos", "Asin", "Atanh")
-    return event.op in ("acos", "asin", "atanh", "acosh")
+        return _is_backward_of(event, "Acos", "Acosh", "Asin", "Atanh")
+    return event.op in ("acos", "acosh", "asin", "atanh")
 
 
 def _divides(event: Event) -> bool:
@@ -119,8 +119,8 @@ _UNDEFINED = (
     ),
     _Cure(_is_root, "the gradient of {function} at 0 is not finite: .clamp_min(1e-6) on what goes into it"),
     _Cure(
-        _is_end_of_range,
-        "{gradient}{function} at the end of its range is not finite: {inside} on what goes into it",
+        _is_end_of_domain,
+        "{gradient}{function} at the end of its domain, or outside, is not finite: {inside} on what goes into it",
     ),
     _Cure(_is_written, "this line writes a number that is not finite: look at where it comes from"),
     _Cure(
@@ -201,6 +201,7 @@ def undefined(event: Event, setting: Setting) -> list[str]:
     cure = _cure_of(event)
     if cure is not None and not found:
         underflowed = event.underflowed_at
+        is_acosh = event.op == "acosh" or event.node.startswith("Acosh")  # arccosh is the same
         is_log1p = "log1p" in (event.op, event.place.function)
         eps = "1e-3" if setting.half == "float16" else "1e-6"  # the gradient is multiplied by its reciprocal
         text = cure.text.format(
@@ -210,7 +211,7 @@ def undefined(event: Event, setting: Setting) -> list[str]:
             underflowing="" if underflowed is None else underflowed.op,
             wide=".float()" if event.dtype in HALF_DTYPES else "",
             gradient="the gradient of " if event.backward else "",
-            inside=".clamp_min(1.001)" if "acosh" in (event.op, event.place.function) else ".clamp(-0.999, 0.999)",
+            inside=".clamp_min(1.001)" if is_acosh else ".clamp(-0.999, 0.999)",
             zeros=f" ({counted(event.zeros, 'zero')})" if event.zeros else "",
             eps=eps,
             least="1" if event.is_of_whole else eps,
@@ -246,6 +247,6 @@ def is_singular(event: Event) -> bool:
     if not event.is_undefined:
         return False
     if event.backward:
-        return _is_root(event) or _is_end_of_range(event)
-    is_beyond_domain = event.op in ("sqrt", "rsqrt") or _is_end_of_range(event)
+        return _is_root(event) or _is_end_of_domain(event)
+    is_beyond_domain = event.op in ("sqrt", "rsqrt") or _is_end_of_domain(event)
     return bool(event.zeros) or is_beyond_domain or _is_written(event) or _is_logarithm(event)

@@ -1,4 +1,4 @@
-"""Gradients that are zero: nothing overflows, nothing trains. In float16 they are where the loss scale is too low."""
+"""Gradients that are zero, by a loss scale that is too low or by the script: nothing overflows, nothing trains."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def underflow(
 ) -> Underflow | None:
     """What became of gradients up to ``largest`` in a step; None where they were not too small. Reads the device.
 
-    Gradients that are all zero show nothing at a usual scale: their loss may not depend on the weights. They do if they
-    were larger ``before``, when their block ended.
+    Gradients that are all zero show nothing at a usual scale: their loss may not depend on the weights. Those that were
+    not 0 ``before``, when their block ended, were made 0 since.
     """
     if largest == 0 and before:
         return Underflow(step, 1.0, scale, since, before)

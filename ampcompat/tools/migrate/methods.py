@@ -33,9 +33,9 @@ class Program(NamedTuple):
     modules: frozenset[str]  # the names that imports find in it
 
     def may_inherit(self, code: str) -> bool:
-        """Whether a text may have a class that is made from one of these."""
-        bases = re.findall(r"^\s*class\s+\w+\s*\(([^)]*)\)", code, re.MULTILINE)
-        return any(name in self.models for given in bases for name in re.findall(r"\w+", given))
+        """Whether a text may have a class that is made from one of these: it imports one, or names one as a base."""
+        lines = re.findall(r"^\s*(?:class\s+\w+\s*\(|from\s+\S+\s+import)(.*)", code, re.MULTILINE)
+        return any(name in self.models for line in lines for name in re.findall(r"\w+", line))
 
 
 def program_of(codes: Mapping[Path, str]) -> Program:
@@ -67,8 +67,9 @@ def _models_by_class(source: Source) -> dict[str, frozenset[str]]:
         called = [dotted(call.func).rpartition(".") for call in source.calls if call in inside]
         made_half = {owner for owner, _, method in called if method == "half"}
         made_half |= {name for name, target in half if target in inside}
-        trained = {owner.removesuffix(".module") for owner, _, method in called if method in OF_MODELS}
-        models = given | {owner for owner in trained if owner.startswith("self.")}
+        trained = {owner for owner, _, method in called if method in OF_MODELS and owner.startswith("self.")}
+        # As in self.net.module.train(); self.module is a model itself.
+        models = given | {owner if owner == "self.module" else owner.removesuffix(".module") for owner in trained}
         found[node.name] = frozenset(models - made_half)
     return found
 
@@ -80,7 +81,7 @@ def look_at_methods(edits: Edits, program: Program) -> None:
 
     Args:
         edits: Of the file.
-        program: Its classes in other files, from which those of this one may inherit their models. Losses stand there.
+        program: Its classes, from which those of this file may inherit models. Their losses stand in other files.
     """
     source = edits.source
     models = {*_models(source), *(name for names in _models_by_class(source).values() for name in names)}
@@ -92,7 +93,7 @@ def look_at_methods(edits: Edits, program: Program) -> None:
     had_half_weights = _may_have_half_weights(source)
     for call in sorted(source.calls, key=lambda call: call.lineno):
         model, _, method = dotted(call.func).rpartition(".")
-        if model.removesuffix(".module") not in models or method in harmless or HARMLESS.fullmatch(method):
+        if not {model, model.removesuffix(".module")} & models or method in harmless or HARMLESS.fullmatch(method):
             continue
         given = [*call.args, *(keyword.value for keyword in call.keywords)]
         if any(_is_half(source, value, halves) for value in given):
@@ -111,12 +112,16 @@ def look_at_methods(edits: Edits, program: Program) -> None:
 
 def _inherited(source: Source, program: Program) -> Iterator[frozenset[str]]:
     """The models of the classes that those of a file are made from, as ``Base``, ``base.Base`` or ``Base[int]``."""
+    own = {node.name for node in source.kind(ast.ClassDef)}
     for node in source.kind(ast.ClassDef):
         for base in node.bases:
             base = base.value if isinstance(base, ast.Subscript) else base
-            package = source.full_name(base).partition(".")[0]
-            if package in ("", *program.modules) and last_name(base) in program.models:
-                yield program.models[last_name(base)]
+            imported = source.full_name(base)
+            name = imported.rpartition(".")[2] or last_name(base)
+            package = imported.partition(".")[0]  # "" for a relative import, too
+            is_of_others = package in ("", *program.modules) if imported else name not in own
+            if is_of_others and name in program.models:
+                yield program.models[name]
 
 
 def _calls_in_losses(source: Source) -> Iterator[ast.Call]:

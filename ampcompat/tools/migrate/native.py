@@ -67,7 +67,7 @@ def rewrite_native(source: Source, package: str = "", program: Program | None = 
     Args:
         source: The parsed source.
         package: The package that ``native_amp`` is in; ``""`` if it stands beside the script.
-        program: What the other files have to do with this one.
+        program: What is known of all files that are migrated together.
     """
     return _Rewriting(source, package, program or Program({}, frozenset())).result()
 

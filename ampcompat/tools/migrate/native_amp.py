@@ -57,7 +57,7 @@ _amp_state = types.SimpleNamespace(
     opt_properties=None,
     verbosity=1,
     device_type="cpu",
-    casts=True,  # disable_casts turns them off
+    casts=True,  # whether models run under autocast
     optimizers=weakref.WeakKeyDictionary(),  # in the order of their calls
     # <unused_forwards>
     models_to_watch=weakref.WeakSet(),  # models whose forward has not run yet
@@ -603,7 +603,7 @@ def _with_checked_closure(optimizer: Any, step: Callable[..., Any]) -> Callable[
 # -- functions ---------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """Inside, nothing is cast, in the forward of a model neither."""
+    """Inside, nothing is cast, nor in the forward of a model."""
     before, _amp_state.casts = _amp_state.casts, False
     try:
         with torch.autocast(_amp_state.device_type, enabled=False):

@@ -26,7 +26,7 @@ def migrate_source(code: str, to: str = "ampcompat", package: str = "", program:
         code: The source.
         to: ``"ampcompat"`` renames imports; ``"native"`` imports ``native_amp`` in the place of ``apex.amp``.
         package: For ``native``: the package that ``native_amp`` is in; ``""`` if it stands beside the script.
-        program: For ``native``: what the other files have to do with this one.
+        program: For ``native``: what is known of all files that are migrated together.
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: the source cannot be parsed.

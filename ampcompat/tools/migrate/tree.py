@@ -138,7 +138,7 @@ def migrate_file(file: Path, name: str, to: str, package: str = "", program: Pro
         name: Its path relative to the migrated directory.
         to: The target.
         package: For ``native``: the package that ``native_amp`` is in.
-        program: For ``native``: what the other files have to do with this one.
+        program: For ``native``: what is known of all files that are migrated together.
     """
     try:
         old = decode(read(file))

@@ -167,6 +167,16 @@ def end_of_range_in_the_forward(cure):
     train(Layers(after=after), "O2")
 
 
+def hyperbolic_distance_of_nothing(cure):
+    """``arccosh`` is another name of ``acosh``."""
+
+    def loss(model):
+        x = 1.0 + (model(X).float() * 0).abs()
+        return torch.arccosh(x if cure is None else x.clamp_min(float(cure[1]))).mean()
+
+    train(Layers(), "O1", loss)
+
+
 class NormalizedPool(torch.autograd.Function):
     """Its name is that of a norm; what its backward divides by is a square that float16 does not hold."""
 
@@ -835,9 +845,10 @@ CURES = {
     temperature: r"\.clamp\(max=(\S+)\) on what goes into exp: .* as in CLIP",
     empty_selection: r"smooth_l1_loss of nothing is NaN: .* or sum and divide by max\(count, 1\)",
     end_of_range: r"\.clamp\((\S+), (\S+)\) on what goes into it",
-    end_of_range_in_the_forward: r"atanh at the end of its range is not finite: \.clamp\((\S+), (\S+)\) on what goes",
+    end_of_range_in_the_forward: r"atanh at the end of its domain, or outside, is .*: \.clamp\((\S+), (\S+)\) on",
+    hyperbolic_distance_of_nothing: r"outside, is not finite: \.clamp_min\((\S+)\) on what goes into it",
     square_that_underflows_under_a_division: r"to which mul has underflowed in float16: \.float\(\) on what goes",
-    padding_that_is_normalized: r"eps=(\S+) in normalize in \S+\.py:\d+, in place of its 1e-12",
+    padding_that_is_normalized: r"eps=(\S+) in normalize in \S+\.py:\d+, where 1e-12 is usual",
     gradient_of_a_saturated_logarithm: r"\.clamp_min\((\S+)\) on what goes into log in \S+\.py:\d+: the gradient",
     number_of_zero: r"a division by the number 0: .* such as a count that nothing has counted",
     variance_below_zero: r"a root of a negative number is NaN: \.clamp_min\((\S+)\) on what goes into it",

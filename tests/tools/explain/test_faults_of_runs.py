@@ -505,7 +505,10 @@ FAULTS = {
         loss=lambda y: y.mean(),
     ),
     "a gradient at the end of a range": Fault(
-        {"pass": "backward", "hint": "the gradient of acos at the end of its range is not finite: .clamp(-0.999"},
+        {
+            "pass": "backward",
+            "hint": "the gradient of acos at the end of its domain, or outside, is not finite: .clamp(-0.999",
+        },
         r"^40 of 40 steps were skipped; the cause is .*\(the backward of acos\)\.$",
         model=lambda: Layer(lambda y: torch.acos(F.normalize(y[:, :1], dim=-1).float())),
         loss=lambda y: y.mean(),

@@ -817,3 +817,13 @@ def test_a_script_whose_own_test_of_the_loss_fails_at_each_batch(is_lost, capsys
             r" \S+:\d+ \(pow\)\.",
             words[0].head,
         ), words[0].head
+
+
+def test_a_mask_that_an_inference_returns_is_no_fault():
+    class Policy(LossInside):
+        def forward(self, x):
+            return self.fc(x).masked_fill(x > 0, -torch.inf)
+
+    model, _ = started(Policy(), "O2")
+    assert torch.isinf(model(WORDS)).any()
+    assert last_words() == []

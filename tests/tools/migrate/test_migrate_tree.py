@@ -490,3 +490,24 @@ def test_what_one_class_makes_half_is_not_so_in_another(tmp_path):
     (tmp_path / "train.py").write_text(TRAINER.format(base="Base"))
     changes = {change.name: change for change in migrate_tree(tmp_path, "native")}
     assert [line for line, _ in changes["train.py"].todos] == [7]
+
+
+@pytest.mark.parametrize(
+    ("train", "lines"),
+    [
+        (TRAINER.format(base="B0").replace("import Base", "import Base as B0"), [7]),
+        (TRAINER.format(base="Base").replace("from base", "from .base"), [7]),
+        (TRAINER.format(base="Base").replace("from base import Base", "class Base: pass"), []),
+        (
+            TRAINER.format(base="base.Base").replace("from base import Base", "import base").replace("Trainer", "Base"),
+            [7],
+        ),
+        (TRAINER.format(base="Base").replace("self.gen", "self.module"), [7]),
+    ],
+    ids=["renamed", "relative", "own", "same name", "called module"],
+)
+def test_which_base_it_is(train, lines, tmp_path):
+    (tmp_path / "base.py").write_text(BASE.replace("self.gen", "self.module") if "self.module" in train else BASE)
+    (tmp_path / "train.py").write_text(train)
+    changes = {change.name: change for change in migrate_tree(tmp_path, "native")}
+    assert [line for line, _ in changes["train.py"].todos] == lines
