@@ -159,9 +159,18 @@ class Diagnosis:
             self.telling.found[self._lost_input].cause = fault.cause
 
     def _growth(self, but: Collection[int] = ()) -> Grown | None:
-        """The weight that the last steps of an optimizer made many times larger, if any, ``but`` for some storages."""
-        found = [steps.weights.history.growth(optimizer, but) for optimizer, steps in self.steps_of.items()]
-        return max((one for one in found if one is not None), key=lambda one: one.times, default=None)
+        """The weight that an optimizer made many times larger, in its last steps or as was told, if any.
+
+        Args:
+            but: the storages of weights that are not to blame.
+        """
+        found = []
+        for optimizer, steps in self.steps_of.items():
+            history = steps.weights.history
+            told = [one.growth for one in self.telling.told if one.growth is not None and one.key == one.growth.key]
+            earlier = [one for one in told if one.optimizer == id(optimizer) and history.is_still_large(one, but)]
+            found += [one for one in [history.growth(optimizer, but), *earlier] if one is not None]
+        return max(found, key=lambda one: one.times, default=None)
 
     def _join_too_large(self, fault: Fault) -> None:
         """Make a weight that grew, after gradients were told to be too large at any scale, the same fault as these."""

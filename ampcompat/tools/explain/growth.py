@@ -32,6 +32,8 @@ class Grown:
     """A weight that steps made many times larger."""
 
     optimizer: int  # the id of that which made them
+    weight: int  # the id of this one
+    storage: int  # that the model computes with
     parameter: str  # qualified name, or "" where no live model has it
     before: float  # its largest magnitude some steps ago
     after: float  # and now
@@ -155,6 +157,8 @@ class History:
         times, index, param = max(grown, key=lambda one: one[0])
         return Grown(
             optimizer=id(optimizer),
+            weight=id(param),
+            storage=_memory(param),
             parameter=name_of(param),
             before=before[id(param)],
             after=after[id(param)],
@@ -165,6 +169,10 @@ class History:
             loss=self._fallen_loss(),
             rise=rise,
         )
+
+    def is_still_large(self, grown: Grown, but: Collection[int]) -> bool:
+        """Whether a weight that has ``grown`` earlier is about as large now, ``but`` for some storages."""
+        return grown.storage not in but and self.seen[-1].get(grown.weight, 0.0) >= grown.after / 2
 
     def _rates_of(self, group: int) -> list[float]:
         rates = [rates[group] for rates in self.rates if group < len(rates)]

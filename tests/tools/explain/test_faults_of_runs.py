@@ -567,6 +567,14 @@ FAULTS = {
         loss=lambda y: y,
         between=lambda optimizer, step: optimizer.param_groups[0].update(lr=0.01 * 1.3**step),
     ),
+    "weights that have grown, and that overflow again when they no longer do": Fault(
+        {"growth": "fc.", "hint": "a lower learning rate than 80"},
+        r"^2 of 40 steps were skipped; the cause is the growth of fc\.\S+, at lr=80\.$",
+        loss=lambda y: 1e6 - y.float().mean(),
+        batch=lambda step: torch.full((4, 8), 1e3 if step in (9, 35) else 1.0),
+        optimizer=sgd(80.0),
+        between=lambda optimizer, step: optimizer.param_groups[0].update(lr=80.0 if step < 12 else 0.0),
+    ),
     "weights that grow far, under the log of a softmax": Fault(
         {"growth": "fc.", "hint": "F.log_softmax(x, dim) in place of log(softmax(x))"},
         r"the cause of \d+ of these is .*\(the backward of log\)",
