@@ -55,6 +55,25 @@ class Arithmetic:
         return total.mul_(self.predivide / world_size) if self.average else total
 
 
+@dataclass(frozen=True)
+class Sum:
+    """The gradients of one bucket, on their way to be summed over the processes."""
+
+    params: list[Tensor]
+    flat: Tensor  # the gradients, and once the work is done their sum
+    work: dist.Work
+
+    def store(self, chosen: set[Tensor], arithmetic: Arithmetic, group: dist.ProcessGroup | None) -> None:
+        """Wait for the sum, and write it to the gradients of the parameters in ``chosen``."""
+        self.work.wait()
+        result = arithmetic.after(self.flat, dist.get_world_size(group))
+        for param, part in zip(self.params, torch.split(result, [p.numel() for p in self.params]), strict=True):
+            if param in chosen:
+                if param.grad is None:
+                    param.grad = torch.empty_like(param, requires_grad=False)
+                param.grad.copy_(part.view_as(param))
+
+
 class Bucket:
     """Parameters of one dtype and device, whose gradients are reduced by one call.
 
@@ -62,14 +81,12 @@ class Bucket:
         params: The parameters.
         missing: Those that this pass has not given a gradient yet.
         numel: Number of elements.
-        in_flight: The sum, and the call that makes it; None before it.
     """
 
     def __init__(self) -> None:
         self.params: list[Tensor] = []
         self.missing: set[Tensor] = set()
         self.numel = 0
-        self.in_flight: tuple[Tensor, dist.Work] | None = None
 
     def add(self, param: Tensor) -> None:
         """Put a parameter at the end."""
@@ -80,25 +97,12 @@ class Bucket:
     def empty(self) -> None:
         """Be ready for the next pass."""
         self.missing = set(self.params)
-        self.in_flight = None
 
-    def launch(self, arithmetic: Arithmetic, group: dist.ProcessGroup | None) -> None:
+    def launch(self, arithmetic: Arithmetic, group: dist.ProcessGroup | None) -> Sum:
         """Start to sum the gradients over the processes; a parameter without one adds zeros."""
         parts = [p.new_zeros(p.numel()) if p.grad is None else _dense(p.grad).reshape(-1) for p in self.params]
         flat = arithmetic.before(torch.cat(parts))
-        self.in_flight = (flat, dist.all_reduce(flat, group=group, async_op=True))
-
-    def store(self, chosen: set[Tensor], arithmetic: Arithmetic, group: dist.ProcessGroup | None) -> None:
-        """Wait for the sum, and write it to the gradients of the parameters in ``chosen``."""
-        assert self.in_flight is not None
-        flat, work = self.in_flight
-        work.wait()
-        result = arithmetic.after(flat, dist.get_world_size(group))
-        for param, part in zip(self.params, torch.split(result, [p.numel() for p in self.params]), strict=True):
-            if param in chosen:
-                if param.grad is None:
-                    param.grad = torch.empty_like(param, requires_grad=False)
-                param.grad.copy_(part.view_as(param))
+        return Sum(self.params, flat, dist.all_reduce(flat, group=group, async_op=True))
 
 
 def _dense(grad: Tensor) -> Tensor:
@@ -150,7 +154,7 @@ class GradientReduction:
 
     def _start_pass(self) -> None:
         self._end_is_queued = False
-        self._launched = 0  # buckets
+        self._sums: list[Sum] = []  # of the buckets that have left, which are the first
         self._in_flight: set[Tensor] = set()  # parameters whose gradient is in a launched bucket
         for bucket in self._buckets:
             bucket.empty()
@@ -181,7 +185,7 @@ class GradientReduction:
             _torch.at_end_of_backward(self._end_pass)
         self._in_flight.discard(param)  # a second gradient in one pass: what left with the bucket is not all
         bucket = self._bucket_of.get(param)
-        if bucket is not None and bucket.in_flight is None:
+        if bucket is not None:
             bucket.missing.discard(param)
             self._launch(only_full=True)
 
@@ -193,11 +197,10 @@ class GradientReduction:
 
     @torch.no_grad()
     def _launch(self, only_full: bool) -> None:
-        for bucket in self._buckets[self._launched :]:
+        for bucket in self._buckets[len(self._sums) :]:
             if only_full and bucket.missing:
                 return
-            bucket.launch(self.arithmetic, self.group)
-            self._launched += 1
+            self._sums.append(bucket.launch(self.arithmetic, self.group))
             self._in_flight.update(bucket.params)
 
     @torch.no_grad()
@@ -209,13 +212,11 @@ class GradientReduction:
         verdicts = self._agree(params)
         in_buckets = {p for p, verdict in zip(params, verdicts, strict=True) if verdict == _IN_BUCKET}
         outside = {p for p, verdict in zip(params, verdicts, strict=True) if verdict == _OUTSIDE_BUCKETS}
-        for bucket in self._buckets:
-            bucket.store(in_buckets, self.arithmetic, self.group)
+        for one in self._sums:
+            one.store(in_buckets, self.arithmetic, self.group)
         late = self._fill_buckets(p for p in params if p in outside)
-        for bucket in late:
-            bucket.launch(self.arithmetic, self.group)
-        for bucket in late:
-            bucket.store(outside, self.arithmetic, self.group)
+        for one in [bucket.launch(self.arithmetic, self.group) for bucket in late]:
+            one.store(outside, self.arithmetic, self.group)
         self._new.clear()
         reduced = in_buckets | outside
         if self.overlap and reduced != self._bucket_of.keys():

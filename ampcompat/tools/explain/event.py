@@ -61,7 +61,7 @@ class Event:
     node: str = ""  # in backward, of the autograd graph
     description: str = ""  # for ARGUMENT: which tensor it is
     argument: str = ""  # and the name of that argument
-    is_mask_of_inf: bool = False  # for what came from outside: it holds -inf, and nothing above 0
+    holds_mask: bool = False  # for what came from outside: it holds -inf, and nothing above 0
     far_rows: str = ""  # rows of the batch that are far larger than others, and are the ones that are not finite
     alike: list[Place] = field(default_factory=list)  # where else the same happened in the same step
     rows: str = ""  # for what came from outside: which are not finite, as in ", in row 3"

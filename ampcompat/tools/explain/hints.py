@@ -59,9 +59,9 @@ def _of_given(event: Event, setting: Setting) -> list[str]:
 def _of_half_buffer(event: Event, setting: Setting) -> list[str]:
     """For a buffer with inf: what the cast lost, as the fill of a mask, or a sum that has left the range since."""
     cast = f"amp.initialize cast it to {dtype_name(event.dtype)}"
-    if event.is_mask_of_inf and not setting.origin:
+    if event.holds_mask and not setting.origin:
         return ["write -1e4 in place of its -inf"]
-    if event.is_mask_of_inf:
+    if event.holds_mask:
         return [f"write -1e4 in place of its least number: {cast}, where that is -inf"]
     if setting.origin:  # it was so when amp.initialize returned
         name = f"model.{event.place.module}"

@@ -223,7 +223,7 @@ def _largest(event: Event) -> str:
     if value is None:
         return "not known: the op does not compute in float32"
     if not math.isfinite(value):
-        name = _name_of(value, event.is_mask_of_inf)
+        name = _name_of(value, event.holds_mask)
         is_given = event.op in (*GIVEN, ARGUMENT)
         return name if is_given else f"{name}, in float32 too with these inputs"
     if event.dtype == torch.float16 and value <= LARGEST:

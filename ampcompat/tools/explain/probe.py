@@ -95,7 +95,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     value = largest(tensor if master is None else master.value)
                     place = Place(name, "", "", None, kind)
                     is_mask = bool((tensor.amin() == -torch.inf) & (tensor.amax() <= 0))
-                    event = self._born(tensor, op, place, value, rows=lost_rows(tensor), is_mask_of_inf=is_mask)
+                    event = self._born(tensor, op, place, value, rows=lost_rows(tensor), holds_mask=is_mask)
                     if op == "buffer":
                         self._lost_buffers[event] = storage(tensor)
                 elif op == "input":
