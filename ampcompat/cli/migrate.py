@@ -99,8 +99,8 @@ def _list_left(changes: Sequence[Change]) -> int:
     for change in changes:
         for line, message in change.todos:
             emit(f"{plain(change.name)}:{line}: {plain(message)}", error=True)
-        for note in change.notes:
-            emit(f"{plain(change.name)}: note: {plain(note)}", error=True)
+        for line, note in change.notes:
+            emit(f"{plain(change.name)}:{line}: note: {plain(note)}", error=True)
         if change.problem:
             emit(f"{plain(change.name)}: {plain(change.problem)}", error=True)
         left += len(change.todos) + bool(change.problem)

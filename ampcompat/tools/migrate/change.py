@@ -23,9 +23,9 @@ class Change:
         name: Its path relative to the migrated directory.
         old: The text as read; None where nothing was translated.
         new: The text after the migration.
-        todos: What was left to the reader, ``(line in the new text, message)``.
+        todos: What was left to the reader, as ``(line in the new text, message)``.
         problem: Why the file was left alone, or ``""``.
-        notes: What differs, and needs no action.
+        notes: What differs, and needs no action, likewise.
         needs_amp: Whether it imports ``native_amp``.
         is_new: Whether the file does not exist yet.
     """
@@ -36,7 +36,7 @@ class Change:
     new: str = ""
     todos: list[tuple[int, str]] = field(default_factory=list)
     problem: str = ""
-    notes: list[str] = field(default_factory=list)
+    notes: list[tuple[int, str]] = field(default_factory=list)
     needs_amp: bool = False
     is_new: bool = False
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ampcompat.tools.check.source import Source
 from ampcompat.tools.check.split_lines import indent_of, lines_of
-from ampcompat.tools.migrate.result import MARK
+from ampcompat.tools.migrate.result import MARK, Result
 
 
 class Edits:
@@ -15,18 +15,17 @@ class Edits:
 
     Attributes:
         source: The parsed source.
-        notes: What differs, and needs no action.
     """
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.notes: list[str] = []
         self._lines = lines_of(source.code, keepends=True)
         self._starts = [0]
         for line in self._lines:
             self._starts.append(self._starts[-1] + len(line))
         self._replaced: dict[tuple[int, int], str] = {}
         self._marks: dict[int, list[str]] = {}
+        self._notes: list[tuple[int, str]] = []  # where in the old text each begins
         self._removed: dict[ast.AST, None] = {}
         self.newline = "\r\n" if self._lines and self._lines[0].endswith("\r\n") else "\n"
 
@@ -95,20 +94,32 @@ class Edits:
         if message not in messages:
             messages.append(message)
 
-    def apply(self) -> str:
-        """The changed text."""
+    def note(self, node: ast.AST, message: str) -> None:
+        """Keep what differs at a node, and needs no action."""
+        start, _ = self._span(node)
+        self._notes.append((start, message))
+
+    def apply(self) -> Result:
+        """The changed text, with what is left to do in it and the notes."""
         self._remove()
-        changes = [(start, end, text) for (start, end), text in self._replaced.items()]
+        marks = []
         for line, messages in self._marks.items():
             indent = indent_of(self._lines[line - 1])
             new = [f"{indent}{MARK}{message}{self.newline}" for message in messages]
             known = self._comments_above(line)
             text = "".join(comment for comment in new if comment.strip() not in known)
-            changes.append((self._starts[line - 1], self._starts[line - 1], text))
+            marks.append(((self._starts[line - 1], self._starts[line - 1]), text))
+        # At one place marks come last, next to their statements.
+        changes = sorted([*self._replaced.items(), *marks], key=lambda change: change[0])
         code = self.source.code
-        for start, end, text in sorted(changes, reverse=True):
+        for (start, end), text in reversed(changes):
             code = code[:start] + text + code[end:]
-        return code
+
+        def line_of(offset: int) -> int:
+            moved = sum(len(text) - (end - start) for (start, end), text in changes if end <= offset)
+            return len(lines_of(code[: offset + moved + 1]))
+
+        return Result.of(code, [(line_of(offset), message) for offset, message in self._notes])
 
     def _remove(self) -> None:
         for node in self._removed:

@@ -103,10 +103,10 @@ def look_at_methods(edits: Edits, program: Program) -> None:
                 "torch.autocast, or without the cast",
             )
         elif call in in_losses or ((had_half_weights or model in inherited) and given and _is_read(source, call)):
-            edits.notes.append(
-                f"line {call.lineno}: {model}.{method}(...) runs in float32 unless it calls the model itself, since "
-                "only the forward of a model is under autocast; call it under torch.autocast and use .float() of what "
-                "it returns"
+            edits.note(
+                call,
+                f"{model}.{method}(...) runs in float32 unless it calls the model itself, since only the forward of a "
+                "model is under autocast; call it under torch.autocast and use .float() of what it returns",
             )
 
 

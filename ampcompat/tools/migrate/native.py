@@ -121,11 +121,9 @@ class _Rewriting:
             self._import_from(statement)
         look_at_methods(self.edits, self.program)
         self._libraries()
-        code = self.edits.apply()
         if self.needs_torch and not _binds_torch(self.source):
-            code = _with_torch(code)
-        result = Result.of(code)
-        result.notes = self.edits.notes
+            _import_torch(self.edits)
+        result = self.edits.apply()
         result.needs_amp = self.needs_amp
         return result
 
@@ -235,7 +233,7 @@ class _Rewriting:
         write_arguments(symbol, call, self.edits)
         message = note(symbol, call, self.edits)
         if message is not None:
-            self.edits.notes.append(message)
+            self.edits.note(call, message)
 
     def _mark_use(self, node: ast.AST, symbol: str) -> None:
         self.edits.mark(node, f"{canonical(symbol)}: {_why_left(symbol)}")
@@ -421,13 +419,10 @@ def _binds_torch(source: Source) -> bool:
     )
 
 
-def _with_torch(code: str) -> str:
-    """The code with ``import torch`` above its first statement, below its docstring and imports of ``__future__``."""
-    source = Source("", code)
-    edits = Edits(source)
-    for node in source.tree.body:
+def _import_torch(edits: Edits) -> None:
+    """Put ``import torch`` above the first statement, below the docstring and imports of ``__future__``."""
+    for node in edits.source.tree.body:
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if not is_text and not (isinstance(node, ast.ImportFrom) and node.module == "__future__"):
             edits.insert_above(node, "import torch")
             break
-    return edits.apply()

@@ -41,10 +41,8 @@ def rewrite_imports(source: Source) -> Result:
             edits.mark(node, f"{canonical(symbol)} is not provided: {verdict(symbol).note}")
     for use, name in uses_of_apex(source):
         if not isinstance(use, ast.alias):  # the import of a name says nothing that its use does not
-            edits.notes.append(f"line {getattr(use, 'lineno', 0)}: {name}: {OF_LIBRARY}")
-    result = Result.of(edits.apply())
-    result.notes = edits.notes
-    return result
+            edits.note(use, f"{name}: {OF_LIBRARY}")
+    return edits.apply()
 
 
 def _renamed(name: str) -> str | None:

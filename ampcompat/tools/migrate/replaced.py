@@ -172,13 +172,13 @@ def note(symbol: str, call: ast.Call, edits: Edits) -> str | None:
     name = symbol.rpartition(".")[2]
     if name in ("FusedAdam", "FusedAdagrad"):
         return (
-            f"line {call.lineno}: load checkpoints of {name} after amp.initialize, which has the optimizer take them; "
-            "before it, torch raises KeyError: 'step'"
+            f"load checkpoints of {name} after amp.initialize, which has the optimizer take them; before it, torch "
+            "raises KeyError: 'step'"
         )
     if _arguments(call, edits).keywords.get("delay_allreduce", "False") != "False":
         return (
-            f"line {call.lineno}: delay_allreduce=True is dropped, with which apex took parameters that got no "
-            "gradient; if there are such, torch says so, and needs find_unused_parameters=True"
+            "delay_allreduce=True is dropped, with which apex took parameters that got no gradient; if there are such, "
+            "torch says so, and needs find_unused_parameters=True"
         )
     return None
 

@@ -154,7 +154,7 @@ def migrate_file(file: Path, name: str, to: str, package: str = "", program: Pro
         if is_manifest(str(file)):
             marked = _without_apex(file, result.code, to)
             result = replace(result, code=marked.code, todos=marked.todos)
-        if result.code == old.code and not result.todos:
+        if result.code == old.code and not result.todos and not result.notes:
             return Change(file, name)
         old.encode(result.code)
         return Change(file, name, old, result.code, result.todos, "", result.notes, result.needs_amp)

@@ -62,8 +62,9 @@ def test_a_library_that_imports_apex_itself_gets_a_note(start):
     code = start + "from timm.utils import *\nloss_scaler = ApexScaler()\n"
     result = migrate_source(code)
     assert result.todos == []
-    (note,) = result.notes
-    assert note.startswith(f"line {len(code.splitlines())}: timm.ApexScaler: ")
+    ((line, note),) = result.notes
+    assert line == len(code.splitlines())
+    assert note.startswith("timm.ApexScaler: ")
     assert "ampcompat.install_as_apex()" in note
 
 
@@ -301,8 +302,11 @@ BLOCK = "with amp.scale_loss(loss / 2, opt) as scaled:\n    scaled.backward()\n"
 def test_a_loss_of_a_method_is_noted_where_it_can_be_seen(line, named):
     notes = migrate_source(f"{INITIALIZED}{line}\n{BLOCK}", "native").notes
     assert notes == [
-        f"line 3: {named}(...) runs in float32 unless it calls the model itself, since only the forward of a model is "
-        "under autocast; call it under torch.autocast and use .float() of what it returns"
+        (
+            3,
+            f"{named}(...) runs in float32 unless it calls the model itself, since only the forward of a model is under"
+            " autocast; call it under torch.autocast and use .float() of what it returns",
+        )
         for _ in [line]
         if named
     ]
@@ -343,9 +347,9 @@ def test_a_method_that_calls_the_model_itself_is_not_noted(body, is_noted):
 def test_a_method_of_a_model_with_half_weights_is_noted(level, line, is_noted):
     code = f"from apex import amp\nnet, _ = amp.initialize(net, [], opt_level={level})\n{line}\n"
     result = migrate_source(code, "native")
-    assert [note.partition("(...) runs in float32")[0] for note in result.notes] == [
-        f"line 3: {line.partition('net')[1]}{line.partition('net')[2].partition('(')[0]}" for _ in line if is_noted
-    ][:1]
+    name = f"net{line.partition('net')[2].partition('(')[0]}"
+    noted = [(number, note.partition("(...) runs in float32")[0]) for number, note in result.notes]
+    assert noted == ([(3, name)] if is_noted else [])
     assert result.todos == []
     at_o1 = migrate_source(code.replace(level, "'O1'"), "native")
     assert at_o1.notes == []
@@ -384,8 +388,9 @@ def test_other_half_tensors_are_not_marked(lines):
 def test_what_delay_allreduce_did_besides_is_noted():
     """Torch warns of find_unused_parameters=True where all parameters are used; where not, its error names it."""
     code = "from apex.parallel import DistributedDataParallel as DDP\nm = DDP(m, delay_allreduce=True)\n"
-    (note,) = migrate_source(code, "native").notes
-    assert note.startswith("line 2: delay_allreduce=True is dropped")
+    ((line, note),) = migrate_source(code, "native").notes
+    assert line == 2
+    assert note.startswith("delay_allreduce=True is dropped")
     assert "find_unused_parameters=True" in note
     assert migrate_source(code.replace("=True", "=False"), "native").notes == []
 
@@ -393,8 +398,31 @@ def test_what_delay_allreduce_did_besides_is_noted():
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedAdagrad"])
 def test_where_checkpoints_of_fused_optimizers_load_is_noted(name):
     code = f"from apex.optimizers import {name}\no = {name}(p, 0.1)\n"
-    (note,) = migrate_source(code, "native").notes
-    assert note.startswith(f"line 2: load checkpoints of {name} after amp.initialize")
+    ((line, note),) = migrate_source(code, "native").notes
+    assert line == 2
+    assert note.startswith(f"load checkpoints of {name} after amp.initialize")
+
+
+def test_a_note_has_the_line_of_the_new_text_as_a_todo_has():
+    code = (
+        "from apex import amp\nfrom apex.amp import amp as inner\nnet, opt = amp.initialize(net, [], opt_level='O2')\n"
+        "a = net.infer(x.half()); b = net.infer(y)\n"
+    )
+    result = migrate_source(code, "native")
+    lines = result.code.splitlines()
+    ((line, note),) = result.notes
+    assert note.startswith("net.infer(...) runs in float32")
+    assert "b = net.infer(y)" in lines[line - 1]
+    assert len(result.todos) == 2
+    assert all(lines[number - 1].startswith("# TODO(ampcompat)") for number, _ in result.todos)
+
+
+def test_a_mark_stands_below_the_import_that_its_statement_needs():
+    code = "x = [apex.parallel.DistributedDataParallel(m), apex.RNN.LSTM(2)]\nimport apex\n"
+    first, second, third, *_ = migrate_source(code, "native").code.splitlines()
+    assert first == "import torch"
+    assert second.startswith("# TODO(ampcompat): apex.RNN: ")
+    assert third.startswith("x = [torch.nn.parallel.DistributedDataParallel(m)")
 
 
 def test_a_function_of_a_module_of_amp_is_marked_with_its_name():

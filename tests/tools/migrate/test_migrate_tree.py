@@ -69,6 +69,14 @@ def test_what_is_left_is_listed_and_sets_the_status(tmp_path, capsys):
     assert "b.py: cannot be parsed" in shown.err
 
 
+def test_a_file_in_which_nothing_changes_has_its_notes(tmp_path, capsys):
+    (tmp_path / "a.py").write_text("from timm.utils import *\nloss_scaler = ApexScaler()\n")
+    status, shown = run(capsys, tmp_path)
+    assert status == 0
+    assert "a.py:2: note: timm.ApexScaler: " in shown.err
+    assert "0 of 1 file would change, 0 places need you" in shown.err
+
+
 @pytest.mark.parametrize(
     ("code", "said"),
     [
@@ -449,8 +457,9 @@ def test_a_class_whose_base_is_in_another_file(base, tmp_path):
         return
     ((line, message),) = change.todos
     assert (line, message.partition(" is ")[0]) == (7, "self.gen.encode(...)")
-    (note,) = change.notes
-    assert note.startswith("line 10: self.gen.decode(...) runs in float32")
+    ((line, note),) = change.notes
+    assert line == 11  # a mark stands above
+    assert note.startswith("self.gen.decode(...) runs in float32")
     assert not change.needs_amp
 
 
