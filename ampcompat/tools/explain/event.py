@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ampcompat.tools.core import HALF_DTYPES
-from ampcompat.tools.explain.made import Made
+from ampcompat.tools.explain.made import KEEP_ZEROS, Made
 from ampcompat.tools.explain.places import Place
 from ampcompat.tools.tensors import LARGEST
 
@@ -107,13 +107,13 @@ class Event:
 
     @property
     def underflowed_at(self) -> Made | None:
-        """The op in which what the event was given became 0 in half, of what was not; None where it was not so."""
+        """The op in which what the event was given became 0 in half, where it was not; None where it was not so."""
         for made in self.made:
             one: Made | None = made
-            while one is not None and one.largest == 0:
+            while one is not None and one.has_zeros:
                 if one.has_underflowed:
                     return one
-                one = one.largest_input
+                one = one.largest_input if one.largest == 0 or one.op in KEEP_ZEROS else None
         return None
 
     def grown_at(self, scale: float = 1.0) -> Made | None:

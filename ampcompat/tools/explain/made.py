@@ -27,6 +27,8 @@ _WHOLE = (
 _MAKE_WHOLE = ("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "arange")
 _PRODUCTS = ("mul", "pow")
 _SUMS = ("sum", "index_add", "scatter_add", "scatter_reduce")
+#: Ops that give 0 where they are given 0.
+KEEP_ZEROS = (*PARTS, *CAST_OPS, *_PRODUCTS, *_SUMS, "mean", "sqrt", "neg", "abs")
 #: Ops that make the gradient that a backward begins with.
 _ROOTS = ("ones_like", "ones")
 
@@ -44,7 +46,8 @@ class Made:
     hides: int | None = None  # the number of the event whose inf it was given, where it is finite, as after softmax
     is_gradient: bool = False  # or made from one
     is_of_model: bool = False  # a module made it, or something that it was made from
-    has_underflowed: bool = False  # it is a product of what was not 0, and 0 in half
+    has_zeros: bool = False
+    has_underflowed: bool = False  # it is a product in half, and most of its zeros are of what was not 0
     is_whole: bool = False  # it was made of whole numbers alone, as counts and masks are
 
     def chain(self) -> Iterable[Made]:
@@ -93,7 +96,8 @@ class MadeTensors:
             hides=inf_of if math.isfinite(size) else None,
             is_gradient=is_backward and any(source.is_gradient or source.op in _ROOTS for source in sources),
             is_of_model=not place.is_outside or any(source.is_of_model for source in sources),
-            has_underflowed=size == 0 and _is_product_of_more(call, out, sources),
+            has_zeros=_has_zeros(out),
+            has_underflowed=out.dtype == torch.float16 and call.name in _PRODUCTS and _are_zeros_of_more(call, out),
             is_whole=call.name in _MAKE_WHOLE or (call.name in _WHOLE and all(map(self.is_whole, call.inputs))),
         )
         if not is_view:
@@ -141,7 +145,14 @@ def _alike_to(call: Call, sources: list[Made], is_backward: bool) -> Made | None
     return sources[0] if sources and call.name in (*_ALIKE, *PARTS) else None
 
 
-def _is_product_of_more(call: Call, out: torch.Tensor, sources: list[Made]) -> bool:
-    """Whether ``out`` is a product in float16 of what is not 0."""
-    is_of_zero = 0.0 in call.numbers or any(source.largest == 0 for source in sources)
-    return out.dtype == torch.float16 and call.name in _PRODUCTS and not is_of_zero
+def _has_zeros(tensor: torch.Tensor) -> bool:
+    return readable(tensor) and bool((tensor == 0).any())
+
+
+def _are_zeros_of_more(call: Call, product: torch.Tensor) -> bool:
+    """Whether most of the zeros in a product are of factors that are not 0."""
+    zeros = product == 0
+    of_more = zeros
+    for factor in call.inputs:
+        of_more = of_more & (factor != 0)
+    return 0.0 not in call.numbers and 2 * int(of_more.sum()) > int(zeros.sum())

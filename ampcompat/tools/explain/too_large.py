@@ -22,7 +22,7 @@ from ampcompat.tools.tensors import LARGEST
 _MULTIPLICATIONS = ("mul", "mul_", "div", "div_", "add", "add_", "addmm", "baddbmm")
 #: Functions that only change the dtype.
 CAST_FUNCTIONS = ("to", "float", "half", "bfloat16", "type")
-#: An exponential that multiplies a gradient by more is what makes it large.
+#: An exponential, or a number, that multiplies a gradient by more is what makes it large.
 _LARGE_FACTOR = 1e3
 _ROOT_OF_FLOAT32 = math.sqrt(torch.finfo(torch.float32).max)
 #: How much less than the largest float16 a gradient is to be: there is a loss scale in it.
@@ -58,8 +58,8 @@ def in_forward(event: Event, setting: Setting) -> list[str]:
     stays_large = event.op == "exp" and event.at_end_of_forward > LARGEST  # and so is its gradient
     if stays_large or _is_barely_in_float32(event) or ways[:1] == bfloat16(setting):  # float32 is needed in many places
         ways = [*_smaller_exponent(event), *ways]
-    constant = _smaller_constant(event)
-    if event.at_end_of_forward > LARGEST or not ways:
+    constant, factor = _smaller_constant(event)
+    if event.at_end_of_forward > LARGEST or factor > _LARGE_FACTOR or not ways:
         return [*constant, *_bound(event), *ways]
     return [*_bound(event), *ways, *constant]  # it is small again, so that float32 is enough
 
@@ -97,17 +97,18 @@ def do_not_cast(dtype: torch.dtype, setting: Setting) -> str:
     return f"do not call {cast} on it: casts of functions give {setting.half} to each that takes it"
 
 
-def _smaller_constant(event: Event) -> list[str]:
-    """Name the number without which the result would not have been too large."""
+def _smaller_constant(event: Event) -> tuple[list[str], float]:
+    """Name the number without which the result would not have been too large, and by how much it multiplies."""
     if event.op not in _MULTIPLICATIONS or event.value is None:
-        return []
+        return [], 1.0
     for number in event.scalars:
         factor = 1 / number if event.op.startswith("div") else number
         most = max([event.value, *(max(one.takes, one.gives) for one in event.beyond if not one.backward)])
         if abs(factor) > 1 and most / abs(factor) <= LARGEST:
             word = "a larger divisor" if event.op.startswith("div") else "a smaller constant"
-            return [f"{word} than {number:g}: the result is {event.value:.3g}, and float16 ends at {LARGEST:g}"]
-    return []
+            hint = f"{word} than {number:g}: the result is {event.value:.3g}, and float16 ends at {LARGEST:g}"
+            return [hint], abs(factor)
+    return [], 1.0
 
 
 def _bound(event: Event) -> list[str]:

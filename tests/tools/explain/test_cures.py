@@ -700,6 +700,17 @@ def root_of_squares_that_underflow(cure):
     train(Layers(after=norm), "O2", lambda m: m(X).float().mean() * 1e2)
 
 
+def root_of_squares_of_which_some_underflow(cure):
+    """The same at O1, where some rows are not as small."""
+
+    def norm(y):
+        y = (y if cure is None else y.float()) * torch.where(torch.arange(16) % 4 > 0, 1e-5, 1.0).to(y.dtype)[:, None]
+        squares = (y * y).sum(1)
+        return (squares if cure is None else squares.clamp_min(float(cure[1]))).sqrt()
+
+    train(Layers(after=norm), "O1", lambda m: m(X).float().mean())
+
+
 def root_of_a_negative(cure):
     """The transfer curve of sRGB: torch.where takes the other branch, but not the gradient of that alone."""
 
@@ -867,6 +878,7 @@ CURES = {
     zero_norm: r"add an eps to the denominator, as in / \(\.\.\. \+ (\S+)\)",
     root_of_zero: r"the gradient of sqrt at 0 is not finite: \.clamp_min\((\S+)\) on what goes into it",
     exponentials_that_are_divided_by_their_sum: r"exp\((x - x\.amax\(dim, keepdim=True\))\) in place of exp\(x\)",
+    root_of_squares_of_which_some_underflow: r"mul has underflowed in float16: .* and \.clamp_min\((\S+)\) on",
     root_of_squares_that_underflow: r"pow has underflowed in float16: .* and \.clamp_min\((\S+)\) on",
     root_of_a_negative: r"a root of a negative number is NaN: \.clamp_min\((\S+)\) on what goes into it",
     division_by_a_root: r"add an eps under the root, as in / \(\.\.\. \+ (\S+)\)\.sqrt\(\)",

@@ -85,6 +85,16 @@ def squared_means(y):
     return means * means * torch.full_like(means, 4.0)
 
 
+class Cooling(Layer):
+    """As a Gumbel softmax whose temperature has no floor."""
+
+    temperature = 1.0
+
+    def forward(self, x):
+        self.temperature *= 0.7
+        return torch.softmax(super().forward(x) / self.temperature, -1)
+
+
 class LargeBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -360,14 +370,21 @@ FAULTS = {
         model=lambda: Scores(fill=-1e9),
         level="O2",
     ),
-    "a constant that is too large": Fault(
+    "a constant that is too large, for the gradient too": Fault(
         {
             "what": "aten::mul left the range of float16",
-            "hint": "compute it in float32: .float() on what goes into mul, and .half()",
+            "hint": "a smaller constant than 1e+06",
+            "or": "compute it in float32: .float() on what goes into mul, and .half()",
         },
         r"the cause is .*\(mul\)\.$",
         model=lambda: Scores(sharp=1e6),
         level="O2",
+    ),
+    "a temperature that falls without end": Fault(
+        {"what": "aten::div left the range of float16", "hint": "a larger divisor than 1.10443e-05"},
+        r"the cause of \d+ of these is .*\(div\);",
+        model=lambda: Cooling(),
+        level="O1",
     ),
     "a constant, in place": Fault(
         {"what": "aten::mul_ left the range of float16", "hint": "a smaller constant than 1e+06"},
