@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ampcompat.tools.core import HALF_DTYPES
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.event import ARGUMENT, GIVEN, Event
@@ -9,13 +11,16 @@ from ampcompat.tools.explain.in_float32 import bfloat16, forward_in_float32, kee
 from ampcompat.tools.explain.made import WRITTEN
 from ampcompat.tools.explain.setting import Setting
 from ampcompat.tools.explain.too_large import SMALLER_INPUTS, do_not_cast, in_backward, in_forward
-from ampcompat.tools.explain.undefined import stable_form, undefined
+from ampcompat.tools.explain.undefined import stable_form, takes_no_one, undefined
 from ampcompat.tools.tensors import LARGEST, LEAST
 
 #: Ops that write a number where a mask is set, and those that multiply a mask by one.
 _FILLS = ("masked_fill", "masked_fill_", "full", "fill_", "where", "scalar_tensor")
 _PRODUCTS = ("mul", "mul_")
 _OF_MASKS = (*_FILLS, *_PRODUCTS, "add", "sub", "rsub", "_to_copy")
+_BOUNDS = ("clamp", "clamp_min", "clamp_max", "minimum", "maximum")
+#: Below 1, float16 has no number that is nearer to it than twice this.
+_NEXT_TO_ONE = 2.0**-12
 _OF_GIVEN = {
     "input": "look at what makes it (the data loader, or a state that the batch before has left); skip or clean such"
     " batches",
@@ -90,7 +95,7 @@ def _of_result(event: Event, setting: Setting) -> list[str]:
         larger = f"eps={eps:g} is 0 in float16, whose least number is {LEAST:.0e}: use an eps of 1e-3 or more"
         return [larger, *keep_fp32(setting, event.place.module)]
     if event.is_undefined:
-        return undefined(event, setting)
+        return [*_bound_in_float32(event, setting), *undefined(event, setting)]
     if setting.growth is not None:
         return []  # no precision holds what grows so
     if event.backward:
@@ -111,6 +116,22 @@ def _mask(event: Event) -> float | None:
         if op in _FILLS or (op in _PRODUCTS and is_whole) or (op == WRITTEN and event.op in _FILLS)
     ]
     return next((number for number in numbers if number < -LARGEST), None)
+
+
+def _bound_in_float32(event: Event, setting: Setting) -> list[str]:
+    """For a bound that keeps a number from 1, or -1, and is that in half, as 1 - 1e-6 is."""
+    chain = event.chains
+    if setting.half != "float16" or not (takes_no_one(event) or any(made.op == "rsub" for made in chain)):
+        return []
+    for made in chain:
+        bounds = made.scalars if made.op in _BOUNDS else ()
+        lost = next((number for number in bounds if 0 < 1 - abs(number) <= _NEXT_TO_ONE), None)
+        if lost is not None:
+            again = f", and {setting.cast_to_half} on what comes of it before a layer takes it"
+            half_again = again if setting.casts_weights and event.may_reach_layer else ""
+            one = f"{lost:.9g} is {math.copysign(1, lost):g} in float16"
+            return [f"{one}: .float() on what goes into {made.place.function or made.op}{half_again}"]
+    return []
 
 
 def _eps_lost_in_half(event: Event) -> float | None:

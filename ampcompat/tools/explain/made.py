@@ -16,7 +16,7 @@ from ampcompat.tools.tensors import largest, readable, storage
 #: The op that makes a tensor of the numbers that a script writes, as torch.tensor(-1e9) does.
 WRITTEN = "lift_fresh"
 #: Ops that leave a value about as large as it was, and ops that take a part of it: what came before is kept with these.
-_ALIKE = ("_to_copy", "copy_", "clone", "detach", "sqrt", "add", "rsub", "clamp", "clamp_min", "maximum")
+_ALIKE = ("_to_copy", "copy_", "clone", "detach", "sqrt", "neg", "add", "rsub", "clamp", "clamp_min", "maximum")
 PARTS = ("view", "expand", "unsqueeze", "squeeze", "transpose", "permute", "select", "slice", "index", "gather")
 #: Ops that give whole numbers if they are given these, as a mask of inputs is 0 and 1, and its sum a count.
 _WHOLE = (

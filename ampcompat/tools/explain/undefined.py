@@ -52,6 +52,11 @@ def _is_end_of_domain(event: Event) -> bool:
     return event.op in ("acos", "acosh", "asin", "atanh")
 
 
+def takes_no_one(event: Event) -> bool:
+    """Whether it is of a function that has no value at 1, or at -1, or no gradient there."""
+    return "log1p" in (event.op, event.place.function) or _is_end_of_domain(event)
+
+
 def _divides(event: Event) -> bool:
     """Whether it divides by a tensor."""
     return event.zeros is not None

@@ -158,10 +158,10 @@ def end_of_range(cure):
 
 
 def end_of_range_in_the_forward(cure):
-    """A clamp to what float16 rounds to 1."""
+    """Float16 rounds it to 1."""
 
     def after(y):
-        x = torch.tanh(y * 1e3).clamp(-1 + 1e-5, 1 - 1e-5)
+        x = torch.tanh(y * 1e3)
         return torch.atanh(x if cure is None else x.clamp(float(cure[1]), float(cure[2])))
 
     train(Layers(after=after), "O2")
@@ -711,6 +711,27 @@ def root_of_squares_of_which_some_underflow(cure):
     train(Layers(after=norm), "O1", lambda m: m(X).float().mean())
 
 
+def logarithm_of_a_bound_that_is_one_in_half(cure):
+    """The focal loss of CenterNet."""
+
+    def loss(model):
+        heat = torch.sigmoid(model(X) * 20)
+        heat = torch.clamp(heat if cure is None else heat.float(), min=1e-4, max=1 - 1e-4)
+        return -(torch.log(1 - heat) * heat.pow(2)).mean()
+
+    train(Layers(), "O1", loss)
+
+
+def end_of_a_domain_that_is_one_in_half(cure):
+    """Actions that are squashed: in half some are 1."""
+
+    def unsquashed(h):
+        action = torch.tanh(h * 10)
+        return torch.atanh((action if cure is None else action.float()).clamp(-1 + 1e-6, 1 - 1e-6)).to(h.dtype)
+
+    train(Layers(between=unsquashed), "O2", lambda m: m(X).float().mean() * 1e-3)
+
+
 def root_of_a_negative(cure):
     """The transfer curve of sRGB: torch.where takes the other branch, but not the gradient of that alone."""
 
@@ -761,10 +782,10 @@ def target_without_alignment(cure):
 
 
 def log_of_one_less_one(cure):
-    """In half 1 - 1e-6 is 1."""
+    """The probability is 1 in half."""
 
     def loss(model):
-        p = torch.sigmoid(model(X) * 1e3).half().clamp(max=1 - 1e-6)
+        p = torch.tanh(model(X) * 1e3).abs().half()
         survival = torch.log1p(-p if cure is None else (-p).float().clamp_min(eval(cure[1])))
         return (survival.float() * (Y[:, None] > 1)).mean()
 
@@ -879,6 +900,8 @@ CURES = {
     root_of_zero: r"the gradient of sqrt at 0 is not finite: \.clamp_min\((\S+)\) on what goes into it",
     exponentials_that_are_divided_by_their_sum: r"exp\((x - x\.amax\(dim, keepdim=True\))\) in place of exp\(x\)",
     root_of_squares_of_which_some_underflow: r"mul has underflowed in float16: .* and \.clamp_min\((\S+)\) on",
+    logarithm_of_a_bound_that_is_one_in_half: r"0\.9999 is 1 in float16: (\.float\(\)) on what goes into clamp$",
+    end_of_a_domain_that_is_one_in_half: r"0\.999999 is -?1 in float16: (\.float\(\)) on what goes into clamp, and",
     root_of_squares_that_underflow: r"pow has underflowed in float16: .* and \.clamp_min\((\S+)\) on",
     root_of_a_negative: r"a root of a negative number is NaN: \.clamp_min\((\S+)\) on what goes into it",
     division_by_a_root: r"add an eps under the root, as in / \(\.\.\. \+ (\S+)\)\.sqrt\(\)",
