@@ -90,7 +90,6 @@ def put_down(lost: Sequence[LostStep]) -> list[LostStep]:
     """The same steps, each whose cause is not known put down to the fault of the nearest like it.
 
     What the watch shows is likely to have lost the steps near it, too, that running a forward again did not explain.
-    A single skip that nothing explains is a normal one.
     """
     known = _by_what(row for row in lost if row.fault and row.was_looked_into)
     watched = _by_what(row for row in lost if row.fault and row.was_watched)
@@ -100,18 +99,17 @@ def put_down(lost: Sequence[LostStep]) -> list[LostStep]:
         nearest = _nearest(row, like.get(row.what, []))
         is_near = abs(nearest.number - row.number) <= NEAR or not row.was_looked_into
         found.append(replace(row, fault=nearest.fault) if row.is_unknown and is_near else row)
-    unknown = [row.number for row in found if row.is_unknown]
-    return [replace(row, back_off=NORMAL) if _is_single_skip(row, unknown) else row for row in found]
+    return found
 
 
-def _is_single_skip(row: LostStep, unknown: Sequence[int]) -> bool:
+def is_single_skip(row: LostStep, unknown: Sequence[int]) -> bool:
     """Whether ``row`` is a skip at a loss scale that had worked, and nothing near it is like it: gradients grew.
 
     Args:
-        row: a lost step.
-        unknown: the numbers of those whose cause is not known, in order.
+        row: a lost step whose cause is not known.
+        unknown: the numbers of all such, on all ranks, in order.
     """
-    if not row.is_unknown or row.what != "gradients" or not row.skipped:
+    if row.what != "gradients" or not row.skipped:
         return False
     first = bisect.bisect_left(unknown, row.number - NEAR)
     after_last = bisect.bisect_right(unknown, row.number + NEAR)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ampcompat.tools.explain.lost import LostStep, is_mostly_skipped
+from ampcompat.tools.explain.lost import LostStep, is_mostly_skipped, is_single_skip
 from ampcompat.tools.explain.underflow import Underflow
 from ampcompat.tools.words import counted, were
 
@@ -67,12 +67,19 @@ class Verdict:
         self.skipped = {row.number for row in lost if row.skipped}
         self.not_finite = {row.number for row in lost if not row.skipped}
         self._lost = self.skipped | self.not_finite
-        self._unknown = {row.number for row in lost if row.is_unknown}
         self._not_looked_into = {row.number for row in lost if not row.was_looked_into}
         self.causes = causes_of(accounts)
+        self.unknown = self._unknown(lost)
         is_anything_told = bool(self.causes) or any(account.has_told_unknown for account in accounts)
         are_skips = bool(lost) and not self.not_finite
         self._is_ordinary = are_skips and not is_anything_told and not is_mostly_skipped(lost, self._own.steps)
+
+    def _unknown(self, lost: Sequence[LostStep]) -> set[int]:
+        """The numbers of those of ``lost`` whose cause no rank knows; a single skip is a normal one."""
+        explained = {number for cause in self.causes for number in cause.steps}
+        rows = [row for row in lost if row.is_unknown and row.number not in explained]
+        numbers = sorted({row.number for row in rows})
+        return {row.number for row in rows if not is_single_skip(row, numbers)}
 
     def __str__(self) -> str:
         own = self._own
@@ -134,7 +141,7 @@ class Verdict:
             if count:
                 subject = f"that of {count}" if parts else f"the cause{self._of_these(count)}"
                 parts.append(f"{subject} is {self._name(cause)}")
-        unknown = rest & self._unknown
+        unknown = rest & self.unknown
         if unknown:
             is_since = own.weights_lost_at and not self.causes
             since = ""

@@ -48,12 +48,26 @@ def test_the_nearest_like_it(others, step, fault):
         ([3], "gradients", True),
         ([3, 4 + NEAR], "gradients", True),
         ([3, 5], "gradients", False),
+        ([1, 100, 104 + NEAR], "gradients", True),
         ([3], "loss", False),
     ],
 )
 def test_a_single_skip_at_a_scale_that_had_worked_is_normal(numbers, what, is_normal):
-    found = put_down([LostStep(what, number=number, skipped=True) for number in numbers])
-    assert [row.back_off == NORMAL for row in found] == [is_normal] * len(numbers)
+    lost = [LostStep(what, number=number, skipped=True) for number in numbers]
+    assert Verdict([account(lost, 1000)], ranks=1).unknown == (set() if is_normal else set(numbers))
+
+
+def test_what_another_rank_explained_stands_not_beside_a_single_skip():
+    own = [LostStep("gradients", number=number, skipped=True) for number in (2, 5, 10, 15)]
+    of_other = [own[0], *(LostStep("loss", "nan", number=row.number, skipped=True) for row in own[1:])]
+    other = account(of_other, rank=1)
+    other.told = {"nan": "a NaN"}
+    verdict = Verdict([account(own), other], ranks=2)
+    assert verdict.unknown == set()
+    assert str(verdict) == (
+        "4 of 40 steps were skipped; the cause of 3 of these is a NaN (on rank 1);"
+        " 1 was lost while the loss scale came down, which is normal."
+    )
 
 
 def account(lost, steps=40, rank=0, has_told_unknown=False):
@@ -112,9 +126,3 @@ def test_what_another_rank_did_not_explain_is_not_called_normal():
 def test_an_account_comes_back_from_json():
     own = Account(1, 40, [LostStep("loss", number=9)], {}, False, 0, [], Underflow(40, 0.5, 1.0, 3))
     assert Account(**json.loads(json.dumps(asdict(own)))) == own
-
-
-@pytest.mark.parametrize(("number", "back_off"), [(100, NORMAL), (104, "")])
-def test_a_single_skip_is_normal(number, back_off):
-    rows = [LostStep("gradients", number=one, skipped=True) for one in (1, number, 104 + NEAR)]
-    assert put_down(rows)[1].back_off == back_off
