@@ -141,7 +141,8 @@ class Diagnosis:
 
     def _fault_of(self, event: Event, case: Case) -> Fault:
         origin = self.spoiled.origin(event, any(steps.made for steps in self.steps_of.values()))
-        fault = op_fault(event, setting_of(case.block.scaler, case.block.scale, origin, self._growth(event.unread)))
+        growth = self._growth(event.unread) or self._earlier_growth(event)
+        fault = op_fault(event, setting_of(case.block.scaler, case.block.scale, origin, growth))
         fault.head, fault.step = case.head, case.number
         if case.is_fault:
             fault.wait = ""  # overflows persist, so that no lower scale is to be waited for
@@ -159,18 +160,20 @@ class Diagnosis:
             self.telling.found[self._lost_input].cause = fault.cause
 
     def _growth(self, but: Collection[int] = ()) -> Grown | None:
-        """The weight that an optimizer made many times larger, in its last steps or as was told, if any.
+        """The weight that the last steps of an optimizer made many times larger, if any, ``but`` for some storages."""
+        found = [steps.weights.history.growth(optimizer, but) for optimizer, steps in self.steps_of.items()]
+        return max((one for one in found if one is not None), key=lambda one: one.times, default=None)
 
-        Args:
-            but: the storages of weights that are not to blame.
-        """
-        found = []
-        for optimizer, steps in self.steps_of.items():
-            history = steps.weights.history
-            told = [one.growth for one in self.telling.told if one.growth is not None and one.key == one.growth.key]
-            earlier = [one for one in told if one.optimizer == id(optimizer) and history.is_still_large(one, but)]
-            found += [one for one in [history.growth(optimizer, but), *earlier] if one is not None]
-        return max(found, key=lambda one: one.times, default=None)
+    def _earlier_growth(self, event: Event) -> Grown | None:
+        """The weight whose growth was told, and without which half would have held ``event``, if it is still large."""
+        for fault in self.telling.told:
+            grown = fault.growth
+            if grown is None or fault.key != grown.key or not event.fits_if_smaller(grown.times):
+                continue
+            for optimizer, steps in self.steps_of.items():
+                if id(optimizer) == grown.optimizer and steps.weights.history.is_still_large(grown, event.unread):
+                    return grown
+        return None
 
     def _join_too_large(self, fault: Fault) -> None:
         """Make a weight that grew, after gradients were told to be too large at any scale, the same fault as these."""

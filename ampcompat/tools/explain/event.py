@@ -105,6 +105,10 @@ class Event:
         """Whether half would not hold it either without the loss ``scale`` that is in it."""
         return self.out_of_range and self.value is not None and self.value / scale > LARGEST
 
+    def fits_if_smaller(self, times: float) -> bool:
+        """Whether half would hold it if it were so many ``times`` smaller."""
+        return self.out_of_range and self.value is not None and self.value / times <= LARGEST
+
     @property
     def underflowed_at(self) -> Made | None:
         """The op in which what the event was given became 0 in half, where it was not; None where it was not so."""
@@ -129,6 +133,11 @@ class Event:
         while made.largest_input is not None and made.largest_input.largest > most:
             made = made.largest_input
         return made
+
+    def name_of(self, made: Made) -> str:
+        """As in "clamp"; "clamp in train.py:18" where that is another line."""
+        function, line = made.place.function or made.op, made.place.line
+        return function if line in (None, self.place.line) else f"{function} in {line.file}:{line.number}"
 
     @property
     def names_the_argument(self) -> bool:

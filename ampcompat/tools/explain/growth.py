@@ -32,11 +32,11 @@ class Grown:
     """A weight that steps made many times larger."""
 
     optimizer: int  # the id of that which made them
-    weight: int  # the id of this one
-    storage: int  # that the model computes with
+    weight: int  # the id of the parameter
+    storage: int  # of the parameter, or of its half copy where it has one: the model computes with it
     parameter: str  # qualified name, or "" where no live model has it
     before: float  # its largest magnitude some steps ago
-    after: float  # and now
+    after: float  # and when it was found
     times: float  # how many times larger that is
     steps: int  # that were made in between
     rates: list[float]  # the learning rate of each, where that is a number
@@ -171,7 +171,7 @@ class History:
         )
 
     def is_still_large(self, grown: Grown, but: Collection[int]) -> bool:
-        """Whether a weight that has ``grown`` earlier is about as large now, ``but`` for some storages."""
+        """Whether a weight that has ``grown`` earlier is at least half as large now, ``but`` for some storages."""
         return grown.storage not in but and self.seen[-1].get(grown.weight, 0.0) >= grown.after / 2
 
     def _rates_of(self, group: int) -> list[float]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from ampcompat.tools.core import HALF_DTYPES
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.event import ARGUMENT, GIVEN, Event
@@ -11,16 +13,17 @@ from ampcompat.tools.explain.in_float32 import bfloat16, forward_in_float32, kee
 from ampcompat.tools.explain.made import WRITTEN
 from ampcompat.tools.explain.setting import Setting
 from ampcompat.tools.explain.too_large import SMALLER_INPUTS, do_not_cast, in_backward, in_forward
-from ampcompat.tools.explain.undefined import stable_form, takes_no_one, undefined
+from ampcompat.tools.explain.undefined import ends_at_one, stable_form, undefined
 from ampcompat.tools.tensors import LARGEST, LEAST
 
 #: Ops that write a number where a mask is set, and those that multiply a mask by one.
 _FILLS = ("masked_fill", "masked_fill_", "full", "fill_", "where", "scalar_tensor")
 _PRODUCTS = ("mul", "mul_")
 _OF_MASKS = (*_FILLS, *_PRODUCTS, "add", "sub", "rsub", "_to_copy")
+_ADDITIONS = ("add", "clamp", "clamp_min", "maximum", "add_")
 _BOUNDS = ("clamp", "clamp_min", "clamp_max", "minimum", "maximum")
-#: Below 1, float16 has no number that is nearer to it than twice this.
-_NEXT_TO_ONE = 2.0**-12
+#: Float16 rounds to 1 what is below it by this or less, and float32 by this.
+_NEXT_TO_ONE, _NEXT_IN_FLOAT32 = 2.0**-12, 2.0**-25
 _OF_GIVEN = {
     "input": "look at what makes it (the data loader, or a state that the batch before has left); skip or clean such"
     " batches",
@@ -91,7 +94,7 @@ def _of_result(event: Event, setting: Setting) -> list[str]:
         finite = f"{mask:g} is -inf in {setting.half or 'float16'}: write -1e4 in place of it"
         return [finite, *forward_in_float32(event, setting)]
     eps = _eps_lost_in_half(event)
-    if eps is not None and setting.half == "float16":
+    if eps is not None:
         larger = f"eps={eps:g} is 0 in float16, whose least number is {LEAST:.0e}: use an eps of 1e-3 or more"
         return [larger, *keep_fp32(setting, event.place.module)]
     if event.is_undefined:
@@ -121,16 +124,16 @@ def _mask(event: Event) -> float | None:
 def _bound_in_float32(event: Event, setting: Setting) -> list[str]:
     """For a bound that keeps a number from 1, or -1, and is that in half, as 1 - 1e-6 is."""
     chain = event.chains
-    if setting.half != "float16" or not (takes_no_one(event) or any(made.op == "rsub" for made in chain)):
+    if not (ends_at_one(event) or any(made.op == "rsub" for made in chain)):
         return []
     for made in chain:
-        bounds = made.scalars if made.op in _BOUNDS else ()
-        lost = next((number for number in bounds if 0 < 1 - abs(number) <= _NEXT_TO_ONE), None)
+        bounds = made.scalars if made.op in _BOUNDS and made.dtype == torch.float16 else ()
+        lost = next((number for number in bounds if _NEXT_IN_FLOAT32 < 1 - abs(number) <= _NEXT_TO_ONE), None)
         if lost is not None:
             again = f", and {setting.cast_to_half} on what comes of it before a layer takes it"
             half_again = again if setting.casts_weights and event.may_reach_layer else ""
             one = f"{lost:.9g} is {math.copysign(1, lost):g} in float16"
-            return [f"{one}: .float() on what goes into {made.place.function or made.op}{half_again}"]
+            return [f"{one}: .float() on what goes into {event.name_of(made)}{half_again}"]
     return []
 
 
@@ -138,9 +141,13 @@ def _eps_lost_in_half(event: Event) -> float | None:
     """A number added to, or set as the least of, the zero that ``event`` stumbled over, and itself 0 in float16."""
     if event.out_of_range and not event.backward:
         return None  # it stumbled over no zero
-    chain = event.chain_of_denominator
-    if event.op in ("log", "sqrt") or event.place.function in ("log", "sqrt"):
-        chain = event.chains
-    added = [made for made in chain if made.op in ("add", "clamp", "clamp_min", "maximum", "add_")]
-    numbers = [number for made in added for number in made.scalars]
-    return next((number for number in numbers if 0 < abs(number) <= LEAST / 2), None)
+    is_of_all = event.op in ("log", "sqrt") or event.place.function in ("log", "sqrt")
+    for source in event.made if is_of_all else [event.denominator]:
+        is_half = False
+        for made in () if source is None else source.chain():
+            is_half = is_half or made.dtype == torch.float16  # it, or what was made of it
+            numbers = made.scalars if is_half and made.op in _ADDITIONS else ()
+            lost = next((number for number in numbers if 0 < abs(number) <= LEAST / 2), None)
+            if lost is not None:
+                return lost
+    return None

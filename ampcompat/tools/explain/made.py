@@ -27,7 +27,7 @@ _WHOLE = (
 _MAKE_WHOLE = ("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "arange")
 _PRODUCTS = ("mul", "pow")
 _SUMS = ("sum", "index_add", "scatter_add", "scatter_reduce")
-#: Ops that give 0 where they are given 0.
+#: Ops a zero of whose result may come from a zero that they were given.
 KEEP_ZEROS = (*PARTS, *CAST_OPS, *_PRODUCTS, *_SUMS, "mean", "sqrt", "neg", "abs")
 #: Ops that make the gradient that a backward begins with.
 _ROOTS = ("ones_like", "ones")
@@ -38,6 +38,7 @@ class Made:
     """How a tensor came about: enough to say why a denominator is zero, or where a large number came from."""
 
     op: str
+    dtype: torch.dtype
     scalars: tuple[float, ...]
     place: Place
     largest: float
@@ -47,7 +48,7 @@ class Made:
     is_gradient: bool = False  # or made from one
     is_of_model: bool = False  # a module made it, or something that it was made from
     has_zeros: bool = False
-    has_underflowed: bool = False  # it is a product in half, and most of its zeros are of what was not 0
+    has_underflowed: bool = False  # it is a product in half, and most of its zeros are of factors that are not 0
     is_whole: bool = False  # it was made of whole numbers alone, as counts and masks are
 
     def chain(self) -> Iterable[Made]:
@@ -71,7 +72,8 @@ class MadeTensors:
 
     def received(self, grad: torch.Tensor) -> None:
         """Note a gradient that a backward begins with."""
-        self._of_storages[storage(grad)] = Made("gradient", (), NOWHERE, largest(grad), None, is_gradient=True)
+        made = Made("gradient", grad.dtype, (), NOWHERE, largest(grad), None, is_gradient=True)
+        self._of_storages[storage(grad)] = made
 
     def note(self, call: Call, out: torch.Tensor, place: Place, is_view: bool, inf_of: int | None) -> Made:
         """Note how ``out`` came about. Reads the device.
@@ -88,6 +90,7 @@ class MadeTensors:
         size = largest(out)
         made = Made(
             op=call.name,
+            dtype=out.dtype,
             scalars=_scalars(call, out),
             place=place,
             largest=size,
@@ -97,7 +100,7 @@ class MadeTensors:
             is_gradient=is_backward and any(source.is_gradient or source.op in _ROOTS for source in sources),
             is_of_model=not place.is_outside or any(source.is_of_model for source in sources),
             has_zeros=_has_zeros(out),
-            has_underflowed=out.dtype == torch.float16 and call.name in _PRODUCTS and _are_zeros_of_more(call, out),
+            has_underflowed=out.dtype == torch.float16 and call.name in _PRODUCTS and _has_lost_factors(call, out),
             is_whole=call.name in _MAKE_WHOLE or (call.name in _WHOLE and all(map(self.is_whole, call.inputs))),
         )
         if not is_view:
@@ -149,10 +152,10 @@ def _has_zeros(tensor: torch.Tensor) -> bool:
     return readable(tensor) and bool((tensor == 0).any())
 
 
-def _are_zeros_of_more(call: Call, product: torch.Tensor) -> bool:
+def _has_lost_factors(call: Call, product: torch.Tensor) -> bool:
     """Whether most of the zeros in a product are of factors that are not 0."""
     zeros = product == 0
-    of_more = zeros
+    underflowed = zeros
     for factor in call.inputs:
-        of_more = of_more & (factor != 0)
-    return 0.0 not in call.numbers and 2 * int(of_more.sum()) > int(zeros.sum())
+        underflowed = underflowed & (factor != 0)
+    return 0.0 not in call.numbers and 2 * int(underflowed.sum()) > int(zeros.sum())

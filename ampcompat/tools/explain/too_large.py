@@ -59,7 +59,8 @@ def in_forward(event: Event, setting: Setting) -> list[str]:
     if stays_large or _is_barely_in_float32(event) or ways[:1] == bfloat16(setting):  # float32 is needed in many places
         ways = [*_smaller_exponent(event), *ways]
     constant, factor = _smaller_constant(event)
-    if event.at_end_of_forward > LARGEST or factor > _LARGE_FACTOR or not ways:
+    multiplies_gradient = factor > _LARGE_FACTOR
+    if event.at_end_of_forward > LARGEST or multiplies_gradient or not ways:
         return [*constant, *_bound(event), *ways]
     return [*_bound(event), *ways, *constant]  # it is small again, so that float32 is enough
 

@@ -52,8 +52,8 @@ def _is_end_of_domain(event: Event) -> bool:
     return event.op in ("acos", "acosh", "asin", "atanh")
 
 
-def takes_no_one(event: Event) -> bool:
-    """Whether it is of a function that has no value at 1, or at -1, or no gradient there."""
+def ends_at_one(event: Event) -> bool:
+    """Whether it is of a function whose domain ends at 1, or at -1."""
     return "log1p" in (event.op, event.place.function) or _is_end_of_domain(event)
 
 
@@ -119,7 +119,7 @@ _UNDEFINED = (
     ),
     _Cure(
         lambda event: _is_root(event) and event.underflowed_at is not None,
-        "the gradient of {function} at 0 is not finite, and {underflowed} has underflowed in float16: .float() on what"
+        "the gradient of {function} at 0 is not finite, and {underflowing} has underflowed in float16: .float() on what"
         " goes into {underflowed}, and .clamp_min(1e-12) on what goes into {function}",
     ),
     _Cure(_is_root, "the gradient of {function} at 0 is not finite: .clamp_min(1e-6) on what goes into it"),
@@ -212,7 +212,7 @@ def undefined(event: Event, setting: Setting) -> list[str]:
         text = cure.text.format(
             op=event.op,
             function=_function(event),
-            underflowed="" if underflowed is None else underflowed.place.function or underflowed.op,
+            underflowed="" if underflowed is None else event.name_of(underflowed),
             underflowing="" if underflowed is None else underflowed.op,
             wide=".float()" if event.dtype in HALF_DTYPES else "",
             gradient="the gradient of " if event.backward else "",

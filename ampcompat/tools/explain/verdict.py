@@ -141,7 +141,7 @@ class Verdict:
             if count:
                 subject = f"that of {count}" if parts else f"the cause{self._of_these(count)}"
                 parts.append(f"{subject} is {self._name(cause)}")
-        unknown = rest & self.unknown
+        unknown = self.unknown
         if unknown:
             is_since = own.weights_lost_at and not self.causes
             since = ""

@@ -25,7 +25,7 @@ class Edits:
             self._starts.append(self._starts[-1] + len(line))
         self._replaced: dict[tuple[int, int], str] = {}
         self._marks: dict[int, list[str]] = {}
-        self._notes: list[tuple[int, str]] = []  # where in the old text each begins
+        self._notes: list[tuple[int, str]] = []  # each with its offset in the old text
         self._removed: dict[ast.AST, None] = {}
         self.newline = "\r\n" if self._lines and self._lines[0].endswith("\r\n") else "\n"
 
@@ -110,7 +110,7 @@ class Edits:
             text = "".join(comment for comment in new if comment.strip() not in known)
             marks.append(((self._starts[line - 1], self._starts[line - 1]), text))
         # At one place marks come last, next to their statements.
-        changes = sorted([*self._replaced.items(), *marks], key=lambda change: change[0])
+        changes = sorted([*_outermost(self._replaced).items(), *marks], key=lambda change: change[0])
         code = self.source.code
         for (start, end), text in reversed(changes):
             code = code[:start] + text + code[end:]
@@ -119,7 +119,7 @@ class Edits:
             moved = sum(len(text) - (end - start) for (start, end), text in changes if end <= offset)
             return len(lines_of(code[: offset + moved + 1]))
 
-        return Result.of(code, [(line_of(offset), message) for offset, message in self._notes])
+        return Result.of(code, [(line_of(offset), message) for offset, message in sorted(self._notes)])
 
     def _remove(self) -> None:
         for node in self._removed:
@@ -167,3 +167,13 @@ class Edits:
             return self._first_line(place.block[place.position - 1])
         parent = self.source.parents.get(statement)
         return self._first_line(self.source.statement(parent)) if parent is not None else line
+
+
+def _outermost(replaced: dict[tuple[int, int], str]) -> dict[tuple[int, int], str]:
+    """Those of the replacements that are not inside of what another replaces."""
+
+    def is_inside(span: tuple[int, int], other: tuple[int, int]) -> bool:
+        (start, end), (first, last) = span, other
+        return span != other and first <= start < last and first < end <= last
+
+    return {span: text for span, text in replaced.items() if not any(is_inside(span, other) for other in replaced)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ampcompat.tools.check.documents import is_notebook
@@ -144,16 +143,13 @@ def migrate_file(file: Path, name: str, to: str, package: str = "", program: Pro
         old = decode(read(file))
         if is_native_amp(file.name, old.code):
             return Change(file, name)
+        code = _without_apex(file, old.code, to) if is_manifest(str(file)) else old.code
         if is_manifest(str(file)) and file.suffix not in SUFFIXES:
-            result = _without_apex(file, old.code, to)
-            return Change(file, name, old, result.code, result.todos)
+            return Change(file, name, old, code, Result.of(code).todos)
         if is_notebook(file.name):
             is_of_apex = MENTION.search(old.code) is not None
             return Change(file, name, problem=NOTEBOOKS[to] if is_of_apex else "")
-        result = migrate_source(old.code, to, package, program)
-        if is_manifest(str(file)):
-            marked = _without_apex(file, result.code, to)
-            result = replace(result, code=marked.code, todos=marked.todos)
+        result = migrate_source(code, to, package, program)
         if result.code == old.code and not result.todos and not result.notes:
             return Change(file, name)
         old.encode(result.code)
@@ -167,7 +163,7 @@ def migrate_file(file: Path, name: str, to: str, package: str = "", program: Pro
         return Change(file, name, problem=f"cannot be parsed ({reason})")
 
 
-def _without_apex(file: Path, text: str, to: str) -> Result:
+def _without_apex(file: Path, text: str, to: str) -> str:
     """A manifest: a line of requirements is replaced or dropped, other places that install apex are marked."""
     lines = lines_of(text, keepends=True)
     for line, start in reversed(list(places(str(file), text))):
@@ -181,7 +177,7 @@ def _without_apex(file: Path, text: str, to: str) -> Result:
             instead = FROM_CHECKOUT if to == "ampcompat" else "nothing takes its place"
             mark = f"{indent_of(lines[start - 1])}{MARK}apex is not needed any more: {instead}{end}"
             lines.insert(start - 1, mark)
-    return Result.of("".join(lines))
+    return "".join(lines)
 
 
 #: Suffixes of files of requirements, one a line.

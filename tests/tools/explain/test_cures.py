@@ -158,10 +158,10 @@ def end_of_range(cure):
 
 
 def end_of_range_in_the_forward(cure):
-    """Float16 rounds it to 1."""
+    """Float16 rounds it to -1; the bound is at the other end, and not 1."""
 
     def after(y):
-        x = torch.tanh(y * 1e3)
+        x = torch.tanh(y * 1e3).clamp(max=0.9)
         return torch.atanh(x if cure is None else x.clamp(float(cure[1]), float(cure[2])))
 
     train(Layers(after=after), "O2")
@@ -732,6 +732,38 @@ def end_of_a_domain_that_is_one_in_half(cure):
     train(Layers(between=unsquashed), "O2", lambda m: m(X).float().mean() * 1e-3)
 
 
+def log_of_a_bound_in_float32(cure):
+    """A bound in float32 is what it says: the other end has none."""
+
+    def loss(model):
+        x = torch.tanh(model(X).float() * 50).clamp(max=1 - 1e-6)
+        return torch.atanh(x if cure is None else x.clamp(float(cure[1]), float(cure[2]))).mean()
+
+    train(Layers(), "O1", loss)
+
+
+def log_of_a_bound_that_is_one_in_float32(cure):
+    """Nor is a bound of 1 - 1e-8 one in float32."""
+
+    def loss(model):
+        p = torch.sigmoid(model(X).float() * 50).clamp(max=1 - 1e-8).square()
+        return -torch.log((1 - p) if cure is None else (1 - p).clamp_min(float(cure[1]))).mean()
+
+    train(Layers(), "O1", loss)
+
+
+def root_of_rows_that_a_mask_leaves_nothing_of(cure):
+    """Some of the others underflow, but most zeros are the mask's."""
+
+    def norm(y):
+        keep = (torch.arange(16) % 4 == 0).to(y.dtype)[:, None]
+        y = torch.where(torch.arange(4) == 0, y * 1e-5, y + 3) * keep
+        squares = (y * y).sum(1)
+        return (squares if cure is None else squares.clamp_min(float(cure[1]))).sqrt()
+
+    train(Layers(after=norm), "O1", lambda m: m(X).float().mean())
+
+
 def root_of_a_negative(cure):
     """The transfer curve of sRGB: torch.where takes the other branch, but not the gradient of that alone."""
 
@@ -900,8 +932,11 @@ CURES = {
     root_of_zero: r"the gradient of sqrt at 0 is not finite: \.clamp_min\((\S+)\) on what goes into it",
     exponentials_that_are_divided_by_their_sum: r"exp\((x - x\.amax\(dim, keepdim=True\))\) in place of exp\(x\)",
     root_of_squares_of_which_some_underflow: r"mul has underflowed in float16: .* and \.clamp_min\((\S+)\) on",
-    logarithm_of_a_bound_that_is_one_in_half: r"0\.9999 is 1 in float16: (\.float\(\)) on what goes into clamp$",
-    end_of_a_domain_that_is_one_in_half: r"0\.999999 is -?1 in float16: (\.float\(\)) on what goes into clamp, and",
+    logarithm_of_a_bound_that_is_one_in_half: r"0\.9999 is 1 in float16: (\.float\(\)) on what goes into clamp in \S+$",
+    end_of_a_domain_that_is_one_in_half: r"(0\.9{6} is 1|-0\.9{6} is -1) in float16: .* into clamp, and \.half\(\) on",
+    log_of_a_bound_in_float32: r"of its domain, or outside, is not finite: \.clamp\((\S+), (\S+)\) on what",
+    log_of_a_bound_that_is_one_in_float32: r"hint +the logarithm of 0 \(or of less\): \.clamp_min\((\S+)\) on what",
+    root_of_rows_that_a_mask_leaves_nothing_of: r"of sqrt at 0 is not finite: \.clamp_min\((\S+)\) on what goes",
     root_of_squares_that_underflow: r"pow has underflowed in float16: .* and \.clamp_min\((\S+)\) on",
     root_of_a_negative: r"a root of a negative number is NaN: \.clamp_min\((\S+)\) on what goes into it",
     division_by_a_root: r"add an eps under the root, as in / \(\.\.\. \+ (\S+)\)\.sqrt\(\)",

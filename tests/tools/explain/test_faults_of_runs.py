@@ -272,6 +272,22 @@ def once(value, at=31, usual=RAMP):
     return batch
 
 
+class ShrinkingAt20(torch.optim.SGD):
+    """Its step 20 makes weights small again, as where a script loads others."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=80.0)
+        self.steps = 0
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.steps += 1
+        if self.steps == 20:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.data.mul_(1e-2)
+
+
 @dataclass
 class Fault:
     """A run and what is told of it.
@@ -385,6 +401,13 @@ FAULTS = {
         r"the cause of \d+ of these is .*\(div\);",
         model=lambda: Cooling(),
         level="O1",
+    ),
+    "a constant that the gradient bears": Fault(
+        {"what": "aten::mul left the range of float16", "hint": "compute the loss in float32: .float() on what the"},
+        r"the cause .*is .*\(mul\)[.;]",
+        model=lambda: Layer(lambda y: torch.softmax(y * 300, -1), weight=1.0),
+        level="O2",
+        batch=lambda step: torch.full((4, 8), 30.0),
     ),
     "a constant, in place": Fault(
         {"what": "aten::mul_ left the range of float16", "hint": "a smaller constant than 1e+06"},
@@ -591,6 +614,29 @@ FAULTS = {
         batch=lambda step: torch.full((4, 8), 1e3 if step in (9, 35) else 1.0),
         optimizer=sgd(80.0),
         between=lambda optimizer, step: optimizer.param_groups[0].update(lr=80.0 if step < 12 else 0.0),
+    ),
+    "weights that have grown, and another overflow later": Fault(
+        {
+            "growth": "fc.",
+            "next next line": "lambda y: (y.half() * 1e6",
+            "next next hint": "a smaller constant than 1e+06",
+        },
+        r"the cause of 3 of these is .*\(mul\); that of 1 is the growth of fc\.\S+, at lr=80",
+        level="O2",
+        loss=lambda y: (y.half() * 1e6 if y.detach().mean() > 1e4 else 1e6 - y).float().mean(),
+        batch=lambda step: torch.full((4, 8), 1e3 if step == 9 else 20.0 if step in (35, 36, 37) else 1.0),
+        optimizer=sgd(80.0),
+        between=lambda optimizer, step: optimizer.param_groups[0].update(lr=80.0 if step < 12 else 0.0),
+        count=3,
+    ),
+    "weights that have grown, and were made small again": Fault(
+        {"growth": "fc.", "next what": "linear (aten::", "next hint": "keep_fp32=['fc']"},
+        r"that of 1 is .*\(linear in fc\)",
+        loss=lambda y: 1e6 - y.float().mean(),
+        batch=lambda step: torch.full((4, 8), {9: 1e3, 35: 6e4}.get(step, 1.0)),
+        optimizer=ShrinkingAt20,
+        between=lambda optimizer, step: optimizer.param_groups[0].update(lr=80.0 if step < 12 else 0.0),
+        count=2,
     ),
     "weights that grow far, under the log of a softmax": Fault(
         {"growth": "fc.", "hint": "F.log_softmax(x, dim) in place of log(softmax(x))"},

@@ -417,6 +417,24 @@ def test_a_note_has_the_line_of_the_new_text_as_a_todo_has():
     assert all(lines[number - 1].startswith("# TODO(ampcompat)") for number, _ in result.todos)
 
 
+def test_a_note_at_the_beginning_of_a_line_under_a_mark():
+    code = (
+        "from apex import amp\nnet, opt = amp.initialize(net, [], opt_level='O3')\n"
+        "net.infer(y)[0].x = net.infer(x.half())\n"
+    )
+    result = migrate_source(code, "native")
+    ((line, _),) = result.notes
+    assert result.code.splitlines()[line - 1].startswith("net.infer(y)")
+
+
+def test_what_changes_in_an_argument_that_is_dropped_is_dropped_with_it():
+    code = (
+        "from apex.parallel import DistributedDataParallel as DDP\nfrom apex.optimizers import FusedAdam\n"
+        "net = DDP(net, message_size=10, shared_param=wrap(FusedAdam(q)))\n"
+    )
+    assert migrate_source(code, "native").code.splitlines()[-1] == "net = DDP(net)"
+
+
 def test_a_mark_stands_below_the_import_that_its_statement_needs():
     code = "x = [apex.parallel.DistributedDataParallel(m), apex.RNN.LSTM(2)]\nimport apex\n"
     first, second, third, *_ = migrate_source(code, "native").code.splitlines()

@@ -77,6 +77,16 @@ def test_a_file_in_which_nothing_changes_has_its_notes(tmp_path, capsys):
     assert "0 of 1 file would change, 0 places need you" in shown.err
 
 
+def test_notes_of_a_manifest_have_the_lines_of_the_new_text(tmp_path, capsys):
+    (tmp_path / "setup.py").write_text(
+        "from setuptools import setup\nsetup(name='x', install_requires=['apex'])\n"
+        "from timm.utils import *\nloss_scaler = ApexScaler()\n"
+    )
+    shown = run(capsys, tmp_path)[1].err
+    assert "setup.py:2: apex is not needed any more" in shown
+    assert "setup.py:5: note: timm.ApexScaler: " in shown
+
+
 @pytest.mark.parametrize(
     ("code", "said"),
     [
