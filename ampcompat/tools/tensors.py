@@ -33,7 +33,7 @@ def largest(tensor: torch.Tensor) -> float:
     """The largest magnitude in ``tensor``; inf or NaN if there is one. Reads the device."""
     if not readable(tensor) or tensor.numel() == 0:
         return 0.0
-    return float(largest_on_device(tensor))
+    return abs(float(largest_on_device(tensor)))  # of zeros it may be -0.0
 
 
 def largest_on_device(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,8 @@ from ampcompat.tools.tensors import readable
 
 #: Ops that change the dtype.
 CAST_OPS = ("_to_copy", "copy_")
+#: Functions that casts of functions give half, whatever they get.
+HALF_FUNCTIONS = ("matmul", "bmm", "mm", "baddbmm", "addmm", "einsum", "conv1d", "conv2d", "conv3d", "linear")
 _COLLECTIVES = ("c10d", "_c10d_functional")
 #: Ops that divide by a tensor, without the "_" of those that write in place; a power does if its exponent is below 0.
 DIVISIONS = ("div", "reciprocal", "rsqrt", "pow")

@@ -112,12 +112,16 @@ class Event:
     @property
     def underflowed_at(self) -> Made | None:
         """The op in which what the event was given became 0 in half, where it was not; None where it was not so."""
-        for made in self.made:
-            one: Made | None = made
-            while one is not None and one.has_zeros:
-                if one.has_underflowed:
-                    return one
-                one = one.largest_input if one.largest == 0 or one.op in KEEP_ZEROS else None
+        waiting, seen = list(self.made), set[int]()
+        while waiting:
+            one = waiting.pop(0)
+            if id(one) in seen or not one.has_zeros:
+                continue
+            seen.add(id(one))
+            if one.has_underflowed:
+                return one
+            if one.largest == 0 or one.op in KEEP_ZEROS:
+                waiting.extend(one.inputs)
         return None
 
     def grown_at(self, scale: float = 1.0) -> Made | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ampcompat.tools.core import LEVELS
-from ampcompat.tools.explain.call import CAST_OPS
+from ampcompat.tools.explain.call import CAST_OPS, HALF_FUNCTIONS
 from ampcompat.tools.explain.event import Beyond, Event
 from ampcompat.tools.explain.made import Made
 from ampcompat.tools.explain.places import Place
@@ -17,8 +17,7 @@ from ampcompat.tools.tensors import LARGEST
 
 _BFLOAT16_LEVELS = "/".join(repr(name) for name, row in LEVELS.items() if row.half_dtype == torch.bfloat16)
 BFLOAT16 = f"AMPCOMPAT_DTYPE=bfloat16 (or opt_level={_BFLOAT16_LEVELS}): bfloat16 reaches as far as float32"
-#: Functions that casts of functions give half, whatever they get; and their ops.
-_HALF_FUNCTIONS = ("matmul", "bmm", "mm", "baddbmm", "addmm", "einsum", "conv1d", "conv2d", "conv3d", "linear")
+#: The ops of these functions.
 _HALF_OPS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "convolution", "linear")
 #: More modules than a reader would list.
 _MANY = 3
@@ -75,21 +74,28 @@ def lines_in_float32(event: Event, setting: Setting, places: Sequence[Place]) ->
     place = event.place
     if not setting.half or place.line is None or place.is_of_torch:
         return []
-    cast = [one for one in places if one.function in _HALF_FUNCTIONS] if setting.casts_functions else []
+    cast = [one for one in places if one.function in HALF_FUNCTIONS] if setting.casts_functions else []
     if place.is_outside and any(made.is_of_model for made in event.made):
         return [_loss_in_float32(event, "model", cast or (setting.casts_functions and _is_made_of_cast(event)))]
     if setting.casts_weights and not event.backward and not event.may_reach_layer:
         return [_loss_in_float32(event, "layers", False)]
-    if cast and all(_is_called_by_name(one) for one in cast):
-        names = dict.fromkeys(one.function for one in cast)
+    if not cast:
+        return [_line_in_float32(event, setting)]
+    names = {one.function for one in cast}
+    is_of_these = place in cast or any(made.place.function in names for made in event.chains)
+    is_first = all(map(_is_called_by_name, cast)) and not is_of_these
+    first = f".float() on what goes into {place.function or event.op}, and " if is_first else ""
+    return [f"{first}{without_casts(cast)}"]
+
+
+def without_casts(places: Sequence[Place]) -> str:
+    """How the script keeps float32 in ``places`` where it calls functions that are cast."""
+    names = dict.fromkeys(one.function for one in places)
+    if all(map(_is_called_by_name, places)):
         calls = [f"amp.register_float_function(torch, '{name}')" for name in names]
-        is_of_these = place in cast or any(made.place.function in names for made in event.chains)
-        first = "" if is_of_these else f".float() on what goes into {place.function or event.op}, and "
-        return [f"{first}{' and '.join(calls)} before amp.initialize"]
-    if cast:
-        functions = " and ".join(dict.fromkeys(one.function for one in cast))
-        return [f"compute it in float32: `with amp.disable_casts():`, and in it .float() on what goes into {functions}"]
-    return [_line_in_float32(event, setting)]
+        return f"{' and '.join(calls)} before amp.initialize"
+    functions = " and ".join(names)
+    return f"compute it in float32: `with amp.disable_casts():`, and in it .float() on what goes into {functions}"
 
 
 def _is_made_of_cast(event: Event) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ampcompat import _torch
-from ampcompat.tools.explain.call import CAST_OPS, Call
+from ampcompat.tools.explain.call import CAST_OPS, HALF_FUNCTIONS, Call
 from ampcompat.tools.explain.places import NOWHERE, Place
 from ampcompat.tools.tensors import largest, readable, storage
 
@@ -43,13 +43,18 @@ class Made:
     place: Place
     largest: float
     alike_to: Made | None  # what an op that leaves it alike, or takes a part of it, was given
-    largest_input: Made | None = None  # that the op was given
+    inputs: tuple[Made, ...] = ()  # that the op was given, as far as it is known how they came about
     hides: int | None = None  # the number of the event whose inf it was given, where it is finite, as after softmax
     is_gradient: bool = False  # or made from one
     is_of_model: bool = False  # a module made it, or something that it was made from
     has_zeros: bool = False
-    has_underflowed: bool = False  # it is a product in half, and most of its zeros are of factors that are not 0
+    has_underflowed: bool = False  # it is in half, a product or a cast, and most of its zeros are of what is not 0
     is_whole: bool = False  # it was made of whole numbers alone, as counts and masks are
+
+    @property
+    def largest_input(self) -> Made | None:
+        """The one of its inputs that is largest."""
+        return max(self.inputs, key=lambda one: one.largest, default=None)
 
     def chain(self) -> Iterable[Made]:
         """This one and the cheap ops before it, nearest first."""
@@ -95,12 +100,12 @@ class MadeTensors:
             place=place,
             largest=size,
             alike_to=_alike_to(call, sources, is_backward),
-            largest_input=max(sources, key=lambda one: one.largest, default=None),
+            inputs=tuple(sources),
             hides=inf_of if math.isfinite(size) else None,
             is_gradient=is_backward and any(source.is_gradient or source.op in _ROOTS for source in sources),
             is_of_model=not place.is_outside or any(source.is_of_model for source in sources),
             has_zeros=_has_zeros(out),
-            has_underflowed=out.dtype == torch.float16 and call.name in _PRODUCTS and _has_lost_factors(call, out),
+            has_underflowed=_may_underflow(call, out, place) and _has_lost_all(call, out),
             is_whole=call.name in _MAKE_WHOLE or (call.name in _WHOLE and all(map(self.is_whole, call.inputs))),
         )
         if not is_view:
@@ -152,10 +157,16 @@ def _has_zeros(tensor: torch.Tensor) -> bool:
     return readable(tensor) and bool((tensor == 0).any())
 
 
-def _has_lost_factors(call: Call, product: torch.Tensor) -> bool:
-    """Whether most of the zeros in a product are of factors that are not 0."""
-    zeros = product == 0
+def _may_underflow(call: Call, out: torch.Tensor, place: Place) -> bool:
+    """Whether it is a product in half, or the cast of what a function is given."""
+    is_cast = call.name == "_to_copy" and place.function in HALF_FUNCTIONS
+    return out.dtype == torch.float16 and (call.name in _PRODUCTS or is_cast)
+
+
+def _has_lost_all(call: Call, result: torch.Tensor) -> bool:
+    """Whether most of the zeros in a product, or a cast, are of what is not 0."""
+    zeros = result == 0
     underflowed = zeros
-    for factor in call.inputs:
-        underflowed = underflowed & (factor != 0)
+    for tensor in call.inputs:
+        underflowed = underflowed & (tensor != 0)
     return 0.0 not in call.numbers and 2 * int(underflowed.sum()) > int(zeros.sum())

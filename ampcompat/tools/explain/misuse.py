@@ -24,6 +24,10 @@ _MISUSES = {
         "steps of an optimizer that amp.initialize was not given",
         "give amp.initialize each optimizer that steps the model, and scale_loss: it unscales their gradients",
     ),
+    "scaled gradients of another block": Misuse(
+        "gradients that a scale_loss block of another optimizer has added, which are still multiplied by its scale",
+        "give that block both optimizers, `with amp.scale_loss(loss, [optimizer_a, optimizer_b])`, or step before it",
+    ),
     "half gradients edited": _EDITED,
     "half gradients assigned": _EDITED,
     "no block": Misuse(

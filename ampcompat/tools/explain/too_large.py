@@ -16,7 +16,12 @@ from ampcompat.tools.explain.in_float32 import (
 )
 from ampcompat.tools.explain.made import WRITTEN
 from ampcompat.tools.explain.setting import Setting
-from ampcompat.tools.explain.undefined import LOGARITHMS, MOST_EXPONENT, OF_THEIR_SUM, stable_form
+from ampcompat.tools.explain.undefined import (
+    LOGARITHMS,
+    MOST_EXPONENT,
+    OF_THEIR_SUM,
+    stable_form,
+)
 from ampcompat.tools.tensors import LARGEST
 
 _MULTIPLICATIONS = ("mul", "mul_", "div", "div_", "add", "add_", "addmm", "baddbmm")
@@ -55,7 +60,8 @@ def in_forward(event: Event, setting: Setting) -> list[str]:
     ways = forward_in_float32(event, setting)
     if event.op == "exp" and event.is_divided_by_sum:
         return [OF_THEIR_SUM, *ways]
-    stays_large = event.op == "exp" and event.at_end_of_forward > LARGEST  # and so is its gradient
+    is_followed = event.at_end_of_forward != event.value  # otherwise it is what the model returns, and no more is known
+    stays_large = event.op == "exp" and event.at_end_of_forward > LARGEST and is_followed  # and so is its gradient
     if stays_large or _is_barely_in_float32(event) or ways[:1] == bfloat16(setting):  # float32 is needed in many places
         ways = [*_smaller_exponent(event), *ways]
     constant, factor = _smaller_constant(event)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ampcompat.tools.core import HALF_DTYPES
 from ampcompat.tools.explain.call import CAST_OPS
 from ampcompat.tools.explain.event import Event
+from ampcompat.tools.explain.in_float32 import without_casts
 from ampcompat.tools.explain.made import WRITTEN
 from ampcompat.tools.explain.setting import Setting
 from ampcompat.tools.words import counted
@@ -60,6 +61,11 @@ def ends_at_one(event: Event) -> bool:
 def _divides(event: Event) -> bool:
     """Whether it divides by a tensor."""
     return event.zeros is not None
+
+
+def _is_cast_away(event: Event) -> bool:
+    """Whether a function that casts its inputs to half made them 0."""
+    return event.underflowed_at is not None and event.underflowed_at.op == "_to_copy"
 
 
 def _is_written(event: Event) -> bool:
@@ -149,6 +155,10 @@ _UNDEFINED = (
         " finite at 0 either",
     ),
     _Cure(
+        lambda event: _divides(event) and _is_cast_away(event),
+        "a division by zero{zeros}, to which what goes into {underflowed} has underflowed in its cast: {cast}",
+    ),
+    _Cure(
         lambda event: _divides(event) and event.underflowed_at is not None,
         "a division by zero{zeros}, to which {underflowing} has underflowed in float16: .float() on what goes into"
         " {underflowed}",
@@ -213,6 +223,7 @@ def undefined(event: Event, setting: Setting) -> list[str]:
             op=event.op,
             function=_function(event),
             underflowed="" if underflowed is None else event.name_of(underflowed),
+            cast="" if underflowed is None else without_casts([underflowed.place]),
             underflowing="" if underflowed is None else underflowed.op,
             wide=".float()" if event.dtype in HALF_DTYPES else "",
             gradient="the gradient of " if event.backward else "",

@@ -53,7 +53,8 @@ def first_written(optimizer: Optimizer, step: int, history: History) -> Fault | 
     dtype = dtype_name(lost.tensor.dtype)
     not_finite, elements = count_not_finite(lost.tensor), lost.tensor.numel()
     is_of_size = all(reason.is_of_size for reason in lost.reasons)
-    misuse = spoiling_misuse() if is_of_size else None
+    has_lost_gradient = lost.param.grad is not None and not is_finite(lost.param.grad)
+    misuse = spoiling_misuse() if is_of_size or has_lost_gradient else None
     growth = history.growth(optimizer) if is_of_size and misuse is None else None
     hints = [hint for reason in lost.reasons for hint in reason.hints]
     if misuse is not None:

@@ -764,6 +764,46 @@ def root_of_rows_that_a_mask_leaves_nothing_of(cure):
     train(Layers(after=norm), "O1", lambda m: m(X).float().mean())
 
 
+def gradients_that_the_block_of_another_optimizer_adds(cure):
+    """The loss of what a generator made, in the generator's block: the discriminator steps with it scaled."""
+    fake, real = Layers(), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (fake, real)]
+    amp.initialize([fake, real], optimizers, opt_level="O1", verbosity=0, num_losses=2)
+    generator, discriminator = optimizers
+    for _ in range(STEPS):
+        discriminator.zero_grad()
+        generator.zero_grad()
+        with amp.scale_loss(real(torch.randn(16, 4)).float().pow(2).mean(), discriminator) as scaled:
+            scaled.backward()
+        loss = (real(fake(X).detach()).float() - 1).pow(2).mean()
+        with amp.scale_loss(loss, generator if cure is None else optimizers, loss_id=1) as scaled:
+            scaled.backward()
+        discriminator.step()
+
+
+def features_that_a_product_casts_to_nothing(cure):
+    """Attention whose features are small: casts of functions make them 0."""
+
+    def attend(y):
+        features = torch.exp(y.float() - 18)
+        weights = torch.einsum("sf,tf->st", features, features)
+        return weights / weights.sum(1, keepdim=True)
+
+    if cure is not None:
+        eval(cure[1])
+    train(Layers(after=attend), "O1", lambda m: m(X)[:, 0].mean())
+
+
+def counts_that_an_exponential_gives(cure):
+    """A Poisson regression, whose rates half does not hold; the loss is outside of the model."""
+
+    def rate(y):
+        y = y + 11.5
+        return (y if cure is None else y.float()).exp()
+
+    train(Layers(after=rate), "O2", lambda m: F.poisson_nll_loss(m(X).float(), torch.full((16, 4), 1e5), False) * 1e-5)
+
+
 def root_of_a_negative(cure):
     """The transfer curve of sRGB: torch.where takes the other branch, but not the gradient of that alone."""
 
@@ -937,6 +977,9 @@ CURES = {
     log_of_a_bound_in_float32: r"of its domain, or outside, is not finite: \.clamp\((\S+), (\S+)\) on what",
     log_of_a_bound_that_is_one_in_float32: r"hint +the logarithm of 0 \(or of less\): \.clamp_min\((\S+)\) on what",
     root_of_rows_that_a_mask_leaves_nothing_of: r"of sqrt at 0 is not finite: \.clamp_min\((\S+)\) on what goes",
+    gradients_that_the_block_of_another_optimizer_adds: r"(scale_loss)\(loss, \[optimizer_a, optimizer_b\]\)",
+    features_that_a_product_casts_to_nothing: r"in its cast: (amp\.register_float_function\(torch, 'einsum'\)) before",
+    counts_that_an_exponential_gives: r"the loss in float32: (\.float\(\)) on what the layers returned, before .* exp",
     root_of_squares_that_underflow: r"pow has underflowed in float16: .* and \.clamp_min\((\S+)\) on",
     root_of_a_negative: r"a root of a negative number is NaN: \.clamp_min\((\S+)\) on what goes into it",
     division_by_a_root: r"add an eps under the root, as in / \(\.\.\. \+ (\S+)\)\.sqrt\(\)",
@@ -983,6 +1026,7 @@ def explained(script, cure):
 @pytest.mark.on_cpu
 @pytest.mark.filterwarnings("ignore:Gradients of the model's half parameters changed:UserWarning")
 @pytest.mark.filterwarnings("ignore:SGD.step\\(\\) with gradients that a scale_loss block has left:UserWarning")
+@pytest.mark.filterwarnings("ignore:optimizer.step\\(\\) with gradients that a scale_loss block of another:UserWarning")
 @pytest.mark.parametrize("script", CURES, ids=lambda script: script.__name__)
 def test_the_first_hint_works(script, capsys):
     verdict = explained(script, None)

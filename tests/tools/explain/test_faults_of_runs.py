@@ -804,7 +804,7 @@ FAULTS = {
             "hint": ".clamp(max=5) on what goes into exp",
         },
         r"the cause is .*\(exp\)\.$",
-        model=lambda: Layer(lambda y: y.mean().exp(), weight=0.4),
+        model=lambda: Layer(lambda y: y.mean().exp() * 2, weight=0.4),
         level="O2",
         batch=lambda step: torch.full((4, 8), 3.6),
         loss=lambda y: y.float() * 1e-4,
