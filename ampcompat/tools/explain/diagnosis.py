@@ -165,13 +165,17 @@ class Diagnosis:
         return max((one for one in found if one is not None), key=lambda one: one.times, default=None)
 
     def _earlier_growth(self, event: Event) -> Grown | None:
-        """The weight whose growth was told, and without which half would have held ``event``, if it is still large."""
-        for fault in self.telling.told:
-            grown = fault.growth
-            if grown is None or fault.key != grown.key or not event.fits_if_smaller(grown.times):
-                continue
-            for optimizer, steps in self.steps_of.items():
-                if id(optimizer) == grown.optimizer and steps.weights.history.is_still_large(grown, event.unread):
+        """The weight that had grown before the last steps, and without which half would have held ``event``, if any."""
+        told = [
+            fault.growth for fault in self.telling.told if fault.growth is not None and fault.key == fault.growth.key
+        ]
+        for optimizer, steps in self.steps_of.items():
+            history = steps.weights.history
+            of_this = [one for one in told if one.optimizer == id(optimizer)]
+            found = [one for one in of_this if history.is_still_large(one, event.unread)]
+            found += [one for one in [history.growth_since_first(optimizer, event.unread)] if one is not None]
+            for grown in found:
+                if event.fits_if_smaller(grown.times):
                     return grown
         return None
 

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,6 +21,8 @@ LOOKBACK, FAR = 10, 20.0
 LARGE = 8.0
 #: Where the loss has become so many times larger, or the learning rate has risen, less growth of weights is why.
 LOSS_FAR, FAR_WITH_CAUSE = 100.0, 3.0
+#: A loss that is not below this share of the first has not fallen; so many steps a run may take to diverge.
+NOT_FALLEN, SOON = 0.9, 500
 #: Losses that are means of likelihoods or similarities end above it.
 LEAST_LOSS = -10.0
 #: A learning rate that has become so many times higher has risen: less growth of weights counts, and the rise is named.
@@ -38,9 +40,9 @@ class Grown:
     before: float  # its largest magnitude some steps ago
     after: float  # and when it was found
     times: float  # how many times larger that is
-    steps: int  # that were made in between
-    rates: list[float]  # the learning rate of each, where that is a number
+    rates: list[float]  # the learning rate of each step in between, where that is a number
     is_of_sgd: bool  # its step is as large as the gradient: Adam divides by its size
+    steps: int = 0  # that were made in between
     loss: float = 0.0  # the last that was finite, if it fell in these steps
     rise: tuple[float, float] | None = None  # of the loss, if it is far larger for the last batches: from what to what
 
@@ -103,6 +105,10 @@ class History:
         self.seen: deque[dict[int, float]] = deque(maxlen=LOOKBACK + 1)  # the largest magnitudes, by the weights' ids
         self.losses: deque[deque[torch.Tensor]] = deque(maxlen=LOOKBACK + 1)  # that were finite, with these weights
         self.rates: deque[list[float | None]] = deque(maxlen=LOOKBACK)  # of each step, by param group
+        self.steps = 0  # since it has begun
+        self.first: dict[int, float] = {}  # the magnitudes then
+        self.first_losses: deque[torch.Tensor] = deque()
+        self.first_rates: list[float] = []  # of the first group
 
     def begin(self, sizes: dict[int, float]) -> None:
         """Forget what was seen: something other than a step has written the weights."""
@@ -110,11 +116,15 @@ class History:
         self.losses.clear()
         self.rates.clear()
         self._append(sizes)
+        self.steps = 0
+        self.first, self.first_losses, self.first_rates = sizes, self.losses[-1], []
 
     def add(self, sizes: dict[int, float], optimizer: Optimizer) -> None:
         """Note the weights after a step of ``optimizer``."""
         self._append(sizes)
         self.rates.append([_rate(group) for group in optimizer.param_groups])
+        self.steps += 1
+        self.first_rates = self.first_rates or self._rates_of(0)[:1]
 
     def _append(self, sizes: dict[int, float]) -> None:
         self.seen.append(sizes)
@@ -136,16 +146,39 @@ class History:
         """
         if len(self.seen) < 2:
             return None
-        before = self.seen[0]
+        rise = self._rise()
+        far, large = (FAR, LARGE) if rise is None else (FAR_WITH_CAUSE, 0.0)
+        lately = self._most_grown(optimizer, self.seen[0], far, FAR_WITH_CAUSE, large, but)
+        if lately is None:
+            return None
+        return replace(lately, steps=len(self.seen) - 1, loss=self._fallen_loss(), rise=rise)
+
+    def growth_since_first(self, optimizer: Optimizer, but: Collection[int]) -> Grown | None:
+        """The same since the first step, in a run that is not long, and whose loss has not fallen since then."""
+        if self.steps > SOON or self._has_loss_fallen():
+            return None
+        since_first = self._most_grown(optimizer, self.first, FAR, FAR, 0.0, but)
+        if since_first is None:
+            return None
+        return replace(since_first, steps=self.steps, rates=[*self.first_rates[:1], *since_first.rates])
+
+    def _most_grown(
+        self,
+        optimizer: Optimizer,
+        before: dict[int, float],
+        far: float,
+        far_at_risen_rate: float,
+        large: float,
+        but: Collection[int],
+    ) -> Grown | None:
+        """The weight that has grown most since it was as ``before``, if it has grown ``far``, and is ``large``."""
         after: dict[int, float] = {}  # the last finite sizes: a weight that became infinite at once has not grown
         for sizes in self.seen:
             after.update({key: size for key, size in sizes.items() if math.isfinite(size)})
         usual = statistics.median([size for size in before.values() if size > 0] or [1.0])
-        rise = self._rise()
-        far, large = (FAR, LARGE) if rise is None else (FAR_WITH_CAUSE, 0.0)
         grown: list[tuple[float, int, torch.Tensor]] = []
         for index, group in enumerate(optimizer.param_groups):
-            far_here = FAR_WITH_CAUSE if _has_risen(self._rates_of(index)) else far
+            far_here = far_at_risen_rate if _has_risen(self._rates_of(index)) else far
             for param in group["params"]:
                 now = after.get(id(param), 0.0)
                 times = now / max(before.get(id(param), math.inf), usual)
@@ -163,11 +196,8 @@ class History:
             before=before[id(param)],
             after=after[id(param)],
             times=times,
-            steps=len(self.seen) - 1,
             rates=self._rates_of(index),
             is_of_sgd="SGD" in optimizer_name(optimizer),
-            loss=self._fallen_loss(),
-            rise=rise,
         )
 
     def is_still_large(self, grown: Grown, but: Collection[int]) -> bool:
@@ -186,6 +216,14 @@ class History:
             return None
         before = statistics.median(of_weights[0])
         return (before, min(now)) if min(now) >= LOSS_FAR * before > 0 else None
+
+    def _has_loss_fallen(self) -> bool:
+        """Whether the last losses are below the first, or too few are known."""
+        last = [_number(loss) for losses in self.losses for loss in losses][-LOOKBACK:]
+        first = [_number(loss) for loss in self.first_losses]
+        if not first or len(last) < 2:
+            return True
+        return not statistics.median(last) >= NOT_FALLEN * statistics.median(first) > 0
 
     def _fallen_loss(self) -> float:
         """The last loss, if it is below 0, and twice as far as the first; otherwise 0."""

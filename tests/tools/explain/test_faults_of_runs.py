@@ -615,6 +615,20 @@ FAULTS = {
         optimizer=sgd(80.0),
         between=lambda optimizer, step: optimizer.param_groups[0].update(lr=80.0 if step < 12 else 0.0),
     ),
+    "weights that grow slowly, in a run whose loss does not fall": Fault(
+        {"growth": " in 34 steps, at lr=", "hint": "a lower learning rate than 2.4"},
+        r"the cause is the growth of fc\.\S+, at lr=2\.4\.$",
+        loss=lambda y: 1 - y.float().mean() + y.detach().float().mean(),
+        batch=lambda step: torch.full((4, 8), 1e3 if step == 35 else 1.0),
+        optimizer=sgd(2.4),
+    ),
+    "weights that grow slowly, in a run whose loss falls": Fault(
+        {"what": "linear (aten::addmm) left the range of float16", "hint": "keep_fp32=['fc']"},
+        r"the cause is .*\(linear in fc\)\.$",
+        loss=lambda y: 100 - y.float().mean(),
+        batch=lambda step: torch.full((4, 8), 1e3 if step == 35 else 1.0),
+        optimizer=sgd(2.4),
+    ),
     "weights that have grown, and another overflow later": Fault(
         {
             "growth": "fc.",
