@@ -40,7 +40,7 @@ class OptimizerSteps:
         self.block: BlockScale | None = None  # the last
         self.last_blocks: dict[LossScaler, BlockScale] = {}  # since the step before
         self.weights = Weights(optimizer)
-        self.had_zeros_alone = False  # the gradients of its latest step
+        self.zeros = 0  # how many steps in a row, up to the last that was made, had gradients of 0 alone
         self.largest_of_block = 0.0  # the largest gradient when the last block ended, looked at after such a step
         self._has_stepped = False
         self._made_at: dict[LossScaler, float] = {}  # the highest scales of steps that were made
@@ -59,7 +59,7 @@ class OptimizerSteps:
     def end_block(self, optimizer: Optimizer) -> None:
         """Look at the gradients, if those of the latest step were all 0: has the script made them so after a block?"""
         self.largest_of_block = 0.0
-        if self.had_zeros_alone:
+        if self.zeros:
             self.largest_of_block = max(map(largest, gradients_of(optimizer)), default=0.0)
 
     def end(self, skipped: bool) -> None:
@@ -96,10 +96,10 @@ class OptimizerSteps:
         were_finite = self.weights.are_finite
         largest_grad = self.weights.look_after_step(optimizer)
         is_new = were_finite and not self.weights.are_finite and self.lost is None  # otherwise the fault was told
+        self.zeros = self.zeros + 1 if largest_grad == 0 else 0
         too_small = None
         if largest_grad is not None and self._scales:
             scale, since = min(self._scales.values())
-            too_small = underflow(optimizer, self.seen, largest_grad, scale, since, self.largest_of_block)
-        self.had_zeros_alone = largest_grad == 0
+            too_small = underflow(optimizer, self.seen, largest_grad, scale, since, self.largest_of_block, self.zeros)
         written = first_written(optimizer, self.seen, self.weights.history) if is_new else None
         return written, too_small

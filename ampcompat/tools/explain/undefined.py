@@ -127,6 +127,7 @@ _UNDEFINED = (
         lambda event: _is_root(event) and event.underflowed_at is not None,
         "the gradient of {function} at 0 is not finite, and {underflowing} has underflowed in float16: .float() on what"
         " goes into {underflowed}, and .clamp_min(1e-12) on what goes into {function}",
+        is_in_float32=True,
     ),
     _Cure(_is_root, "the gradient of {function} at 0 is not finite: .clamp_min(1e-6) on what goes into it"),
     _Cure(

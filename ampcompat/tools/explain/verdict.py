@@ -111,7 +111,7 @@ class Verdict:
         if underflow is None:
             return False
         came_down = any(cause.steps for cause in self.causes)
-        return underflow.before > 0 or underflow.since == 1 or not came_down
+        return underflow.before > 0 or underflow.zeros > 0 or underflow.since == 1 or not came_down
 
     def _way_of_scale(self, steps: set[int]) -> str:
         """What had become of each loss scale at the last of ``steps`` that it skipped."""

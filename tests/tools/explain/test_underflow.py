@@ -9,6 +9,7 @@ from torch import nn
 
 from ampcompat import amp
 from ampcompat.tools.explain import explain_overflows
+from ampcompat.tools.explain.lost import WINDOW
 
 
 def verdict(level, scale=None, steps=60, factor=1e-3, at=0, **options):
@@ -60,7 +61,6 @@ def test_a_static_scale_of_one_at_which_all_gradients_vanish():
         ("O0", {"factor": 1e-9}),
         ("O5", {"factor": 1e-9}),  # bfloat16 reaches as far as float32
         ("O2", {"scale": 0.5, "factor": 1.0}),
-        ("O2", {"factor": 0.0}),  # a gradient of zero is none that is too small
     ],
 )
 def test_healthy_runs_are_left_alone(level, options):
@@ -98,6 +98,35 @@ def test_a_step_of_zeros_long_after_another_is_no_clip():
         optimizer.zero_grad()
         make_step(optimizer, model(torch.ones(4, 8)).float().mean() * (0.0 if step in (0, 5) else 1e-2))
     assert last_words()[-1].head == "none of 6 steps was skipped."
+
+
+def test_a_sum_that_is_inf_and_divides_leaves_gradients_of_0():
+    """A Dice loss in half: it stays at 1, and no value is lost."""
+    torch.manual_seed(0)
+
+    class Dice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8192)
+
+        def forward(self, x):
+            shares = torch.sigmoid(self.fc(x))
+            return 1 - 2 * shares[:, :9].sum() / shares.sum()
+
+    model = Dice()
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    explain_overflows()
+    for _ in range(WINDOW + 1):  # the first is skipped
+        optimizer.zero_grad()
+        make_step(optimizer, model(torch.randn(32, 8)))
+    assert last_words()[-1].head.endswith(
+        "that is normal, but the gradients of the last 20 steps were all 0: the loss does not depend on the weights"
+        " there, as where a sum that is inf in float16 divides it."
+    )
+
+
+def test_gradients_of_0_alone_are_no_matter_of_the_scale():
+    assert "but the gradients of the last 60 steps were all 0" in verdict("O2", factor=0.0).head
 
 
 def clip(params):
