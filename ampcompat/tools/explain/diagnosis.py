@@ -165,7 +165,7 @@ class Diagnosis:
         return max((one for one in found if one is not None), key=lambda one: one.times, default=None)
 
     def _earlier_growth(self, event: Event) -> Grown | None:
-        """The weight that had grown before the last steps, and without which half would have held ``event``, if any."""
+        """A weight that has grown for longer, if half would have held ``event`` were it as much smaller."""
         told = [
             fault.growth for fault in self.telling.told if fault.growth is not None and fault.key == fault.growth.key
         ]
@@ -173,7 +173,7 @@ class Diagnosis:
             history = steps.weights.history
             of_this = [one for one in told if one.optimizer == id(optimizer)]
             found = [one for one in of_this if history.is_still_large(one, event.unread)]
-            found += [one for one in [history.growth_since_first(optimizer, event.unread)] if one is not None]
+            found += [one for one in [history.growth_since_first(optimizer, event.weights)] if one is not None]
             for grown in found:
                 if event.fits_if_smaller(grown.times):
                     return grown

@@ -52,6 +52,7 @@ class Event:
     made: list[Made] = field(default_factory=list)  # how its inputs were
     comes_from: str = ""  # what its first input is, as in "buffer mean of Net"; "" for what an op has made
     unread: frozenset[int] = frozenset()  # storages of weights of the models that ran, which no op had read before
+    weights: frozenset[int] = frozenset()  # and of those that it was made with
     beyond: list[Beyond] = field(default_factory=list)  # what the value reaches, and half does not hold either
     may_reach_layer: bool = False  # of torch, in the forward; no longer known once it was made finite
     at_end_of_forward: float = 0.0  # the largest magnitude of the last op that the value reaches there, in float32
@@ -138,8 +139,8 @@ class Event:
             made = made.largest_input
         return made
 
-    def name_of(self, made: Made) -> str:
-        """As in "clamp"; "clamp in train.py:18" where that is another line."""
+    def function_of(self, made: Made) -> str:
+        """What the script has called to make it: "clamp", or "clamp in train.py:18" where that is another line."""
         function, line = made.place.function or made.op, made.place.line
         return function if line in (None, self.place.line) else f"{function} in {line.file}:{line.number}"
 

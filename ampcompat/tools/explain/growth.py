@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,8 +21,10 @@ LOOKBACK, FAR = 10, 20.0
 LARGE = 8.0
 #: Where the loss has become so many times larger, or the learning rate has risen, less growth of weights is why.
 LOSS_FAR, FAR_WITH_CAUSE = 100.0, 3.0
-#: A loss that is not below this share of the first has not fallen; so many steps a run may take to diverge.
-NOT_FALLEN, SOON = 0.9, 500
+#: A loss that is not below this share of the first has not fallen.
+NOT_FALLEN = 0.9
+#: Steps in which a run diverges: in longer ones weights grow for other reasons.
+SOON = 500
 #: Losses that are means of likelihoods or similarities end above it.
 LEAST_LOSS = -10.0
 #: A learning rate that has become so many times higher has risen: less growth of weights counts, and the rise is named.
@@ -107,8 +109,7 @@ class History:
         self.rates: deque[list[float | None]] = deque(maxlen=LOOKBACK)  # of each step, by param group
         self.steps = 0  # since it has begun
         self.first: dict[int, float] = {}  # the magnitudes then
-        self.first_losses: deque[torch.Tensor] = deque()
-        self.first_rates: list[float] = []  # of the first group
+        self.first_losses: deque[torch.Tensor] = deque()  # with these weights
 
     def begin(self, sizes: dict[int, float]) -> None:
         """Forget what was seen: something other than a step has written the weights."""
@@ -117,14 +118,13 @@ class History:
         self.rates.clear()
         self._append(sizes)
         self.steps = 0
-        self.first, self.first_losses, self.first_rates = sizes, self.losses[-1], []
+        self.first, self.first_losses = sizes, self.losses[-1]
 
     def add(self, sizes: dict[int, float], optimizer: Optimizer) -> None:
         """Note the weights after a step of ``optimizer``."""
         self._append(sizes)
         self.rates.append([_rate(group) for group in optimizer.param_groups])
         self.steps += 1
-        self.first_rates = self.first_rates or self._rates_of(0)[:1]
 
     def _append(self, sizes: dict[int, float]) -> None:
         self.seen.append(sizes)
@@ -148,19 +148,27 @@ class History:
             return None
         rise = self._rise()
         far, large = (FAR, LARGE) if rise is None else (FAR_WITH_CAUSE, 0.0)
-        lately = self._most_grown(optimizer, self.seen[0], far, FAR_WITH_CAUSE, large, but)
+        lately = self._most_grown(optimizer, self.seen[0], far, FAR_WITH_CAUSE, large, lambda one: one not in but)
         if lately is None:
             return None
         return replace(lately, steps=len(self.seen) - 1, loss=self._fallen_loss(), rise=rise)
 
-    def growth_since_first(self, optimizer: Optimizer, but: Collection[int]) -> Grown | None:
-        """The same since the first step, in a run that is not long, and whose loss has not fallen since then."""
+    def growth_since_first(self, optimizer: Optimizer, of: Collection[int]) -> Grown | None:
+        """The weight that has grown most since the first step, in a short run whose loss has not fallen.
+
+        Args:
+            optimizer: the one whose weights these are.
+            of: the storages of the weights that may be to blame.
+        """
         if self.steps > SOON or self._has_loss_fallen():
             return None
-        since_first = self._most_grown(optimizer, self.first, FAR, FAR, 0.0, but)
-        if since_first is None:
-            return None
-        return replace(since_first, steps=self.steps, rates=[*self.first_rates[:1], *since_first.rates])
+        grown = self._most_grown(optimizer, self.first, FAR, FAR, 0.0, lambda one: one in of)
+        return None if grown is None else replace(grown, steps=self.steps)
+
+    def is_loss_zero(self) -> bool:
+        """Whether the last loss is 0: nothing is left to learn. A host sync."""
+        last = [loss for losses in self.losses for loss in losses][-1:]
+        return any(_number(loss) == 0 for loss in last)
 
     def _most_grown(
         self,
@@ -169,9 +177,18 @@ class History:
         far: float,
         far_at_risen_rate: float,
         large: float,
-        but: Collection[int],
+        may_be_why: Callable[[int], bool],
     ) -> Grown | None:
-        """The weight that has grown most since it was as ``before``, if it has grown ``far``, and is ``large``."""
+        """The weight that has grown most since it was as ``before``, if it has grown ``far``, and is ``large``.
+
+        Args:
+            optimizer: the one whose weights these are.
+            before: their magnitudes, by their ids.
+            far: how many times larger it is to be,
+            far_at_risen_rate: and where the learning rate of its group has risen.
+            large: how large it is to be.
+            may_be_why: whether the weight of a storage may be to blame.
+        """
         after: dict[int, float] = {}  # the last finite sizes: a weight that became infinite at once has not grown
         for sizes in self.seen:
             after.update({key: size for key, size in sizes.items() if math.isfinite(size)})
@@ -183,7 +200,7 @@ class History:
                 now = after.get(id(param), 0.0)
                 times = now / max(before.get(id(param), math.inf), usual)
                 has_grown = times >= far_here and now >= large  # not so for a NaN
-                if has_grown and _memory(param) not in but:
+                if has_grown and may_be_why(_memory(param)):
                     grown.append((times, index, param))
         if not grown:
             return None

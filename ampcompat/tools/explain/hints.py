@@ -133,7 +133,7 @@ def _bound_in_float32(event: Event, setting: Setting) -> list[str]:
             again = f", and {setting.cast_to_half} on what comes of it before a layer takes it"
             half_again = again if setting.casts_weights and event.may_reach_layer else ""
             one = f"{lost:.9g} is {math.copysign(1, lost):g} in float16"
-            return [f"{one}: .float() on what goes into {event.name_of(made)}{half_again}"]
+            return [f"{one}: .float() on what goes into {event.function_of(made)}{half_again}"]
     return []
 
 

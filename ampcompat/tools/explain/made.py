@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ _WHOLE = (
 _MAKE_WHOLE = ("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "arange")
 _PRODUCTS = ("mul", "pow")
 _SUMS = ("sum", "index_add", "scatter_add", "scatter_reduce")
-#: Ops a zero of whose result may come from a zero that they were given.
+#: Ops that may pass on a zero.
 KEEP_ZEROS = (*PARTS, *CAST_OPS, *_PRODUCTS, *_SUMS, "mean", "sqrt", "neg", "abs")
 #: Ops that make the gradient that a backward begins with.
 _ROOTS = ("ones_like", "ones")
@@ -48,7 +48,8 @@ class Made:
     is_gradient: bool = False  # or made from one
     is_of_model: bool = False  # a module made it, or something that it was made from
     has_zeros: bool = False
-    has_underflowed: bool = False  # it is in half, a product or a cast, and most of its zeros are of what is not 0
+    has_underflowed: bool = False  # most of its zeros are of what is not 0, as of a product in half, or amp's cast
+    weights: frozenset[int] = frozenset()  # the storages of the weights that it was made with
     is_whole: bool = False  # it was made of whole numbers alone, as counts and masks are
 
     @property
@@ -80,7 +81,9 @@ class MadeTensors:
         made = Made("gradient", grad.dtype, (), NOWHERE, largest(grad), None, is_gradient=True)
         self._of_storages[storage(grad)] = made
 
-    def note(self, call: Call, out: torch.Tensor, place: Place, is_view: bool, inf_of: int | None) -> Made:
+    def note(
+        self, call: Call, out: torch.Tensor, place: Place, is_view: bool, inf_of: int | None, weights: Collection[int]
+    ) -> Made:
         """Note how ``out`` came about. Reads the device.
 
         Args:
@@ -89,6 +92,7 @@ class MadeTensors:
             place: where the op ran.
             is_view: whether it is a view of what the op was given, which stays what it was.
             inf_of: the number of the event whose inf it was given, among the probe's; None where all was finite.
+            weights: the storages of all weights.
         """
         sources = self.of(call.inputs)
         is_backward = _torch.current_node() is not None
@@ -104,8 +108,9 @@ class MadeTensors:
             hides=inf_of if math.isfinite(size) else None,
             is_gradient=is_backward and any(source.is_gradient or source.op in _ROOTS for source in sources),
             is_of_model=not place.is_outside or any(source.is_of_model for source in sources),
+            weights=_weights_of(call, sources, weights),
             has_zeros=_has_zeros(out),
-            has_underflowed=_may_underflow(call, out, place) and _has_lost_all(call, out),
+            has_underflowed=_may_underflow(call, out, place) and _is_mostly_lost(call, out),
             is_whole=call.name in _MAKE_WHOLE or (call.name in _WHOLE and all(map(self.is_whole, call.inputs))),
         )
         if not is_view:
@@ -153,6 +158,11 @@ def _alike_to(call: Call, sources: list[Made], is_backward: bool) -> Made | None
     return sources[0] if sources and call.name in (*_ALIKE, *PARTS) else None
 
 
+def _weights_of(call: Call, sources: list[Made], weights: Collection[int]) -> frozenset[int]:
+    own = frozenset(key for key in map(storage, call.inputs) if key in weights)
+    return own.union(*(one.weights for one in sources))
+
+
 def _has_zeros(tensor: torch.Tensor) -> bool:
     return readable(tensor) and bool((tensor == 0).any())
 
@@ -163,7 +173,7 @@ def _may_underflow(call: Call, out: torch.Tensor, place: Place) -> bool:
     return out.dtype == torch.float16 and (call.name in _PRODUCTS or is_cast)
 
 
-def _has_lost_all(call: Call, result: torch.Tensor) -> bool:
+def _is_mostly_lost(call: Call, result: torch.Tensor) -> bool:
     """Whether most of the zeros in a product, or a cast, are of what is not 0."""
     zeros = result == 0
     underflowed = zeros

@@ -185,7 +185,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._unread.difference_update(map(storage, call.inputs))
         sources = self.made.of(call.inputs)
         given = [self.events.index(origin) for origin in self._origins_in(call)]
-        made = self.made.note(call, out, self.places.here(), is_view, min(given, default=None))
+        made = self.made.note(call, out, self.places.here(), is_view, min(given, default=None), self._weights)
         if made.largest < float("inf"):
             if made.hides is not None:
                 if not is_view:  # which may be of the finite part alone
@@ -233,6 +233,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_by_number_zero="div" in call.name and 0.0 in call.numbers,
             is_of_nothing=any(t.numel() == 0 for t in call.inputs),
             made=sources,
+            weights=made.weights,
             comes_from=self._outside.get(storage(call.inputs[0]), "") if call.inputs else "",
             node="" if node is None else node.name(),
             far_rows=far_rows(out, call.inputs, self.inputs) if node is None else "",

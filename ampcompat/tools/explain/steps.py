@@ -100,6 +100,7 @@ class OptimizerSteps:
         too_small = None
         if largest_grad is not None and self._scales:
             scale, since = min(self._scales.values())
-            too_small = underflow(optimizer, self.seen, largest_grad, scale, since, self.largest_of_block, self.zeros)
+            zeros = 0 if self.zeros >= WINDOW and self.weights.history.is_loss_zero() else self.zeros
+            too_small = underflow(optimizer, self.seen, largest_grad, scale, since, self.largest_of_block, zeros)
         written = first_written(optimizer, self.seen, self.weights.history) if is_new else None
         return written, too_small

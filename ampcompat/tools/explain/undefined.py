@@ -124,6 +124,11 @@ _UNDEFINED = (
         "the gradient of {function} at 0 is not finite: (x.pow(2).sum(dim) + 1e-6).sqrt() in place of it",
     ),
     _Cure(
+        lambda event: _is_root(event) and _is_cast_away(event),
+        "the gradient of {function} at 0 is not finite, and what goes into {underflowed} has underflowed in its cast:"
+        " {cast}, and .clamp_min(1e-12) on what goes into {function}",
+    ),
+    _Cure(
         lambda event: _is_root(event) and event.underflowed_at is not None,
         "the gradient of {function} at 0 is not finite, and {underflowing} has underflowed in float16: .float() on what"
         " goes into {underflowed}, and .clamp_min(1e-12) on what goes into {function}",
@@ -223,7 +228,7 @@ def undefined(event: Event, setting: Setting) -> list[str]:
         text = cure.text.format(
             op=event.op,
             function=_function(event),
-            underflowed="" if underflowed is None else event.name_of(underflowed),
+            underflowed="" if underflowed is None else event.function_of(underflowed),
             cast="" if underflowed is None else without_casts([underflowed.place]),
             underflowing="" if underflowed is None else underflowed.op,
             wide=".float()" if event.dtype in HALF_DTYPES else "",

@@ -10,12 +10,14 @@ from ampcompat.tools.explain.weights import gradients_of
 
 #: Below it, the largest gradient times the loss scale leaves next to nothing above float16's least number, 2 ** -24.
 SMALL = 2.0**-12
+#: Few gradients need a higher loss scale.
+USUAL_SCALE = 2.0**15
 #: The least share of zeros that is told of.
 LEAST_SHARE = 0.1
 
 
 class Underflow(NamedTuple):
-    """A step whose gradients were too small for float16, or that the script has made 0."""
+    """A step whose gradients were too small for float16, or made 0 by the script, or 0 for many steps."""
 
     step: int
     share: float  # of its gradients that were 0
@@ -31,9 +33,10 @@ class Underflow(NamedTuple):
                 " ended: look at what scales them after it, such as a clip by a norm whose squares are inf in float16"
             )
         if self.zeros:
+            too_low = "" if self.scale >= USUAL_SCALE else f"the loss scale, {self.scale:g}, is too low for them, or "
             return (
-                f"the gradients of the last {self.zeros} steps were all 0: the loss does not depend on the weights"
-                " there, as where a sum that is inf in float16 divides it"
+                f"the gradients of the last {self.zeros} steps were all 0: {too_low}the loss does not depend on the"
+                " weights there, as where a sum that is inf in float16 divides it"
             )
         since = "from the first step on" if self.since == 1 else f"since step {self.since}"
         return (
@@ -43,7 +46,7 @@ class Underflow(NamedTuple):
 
 
 def underflow(
-    optimizer: Optimizer, step: int, largest: float, scale: float, since: int, before: float, zeros: int
+    optimizer: Optimizer, step: int, largest: float, scale: float, since: int, before: float, steps_of_zeros: int
 ) -> Underflow | None:
     """What became of gradients up to ``largest`` in a step; None where they were not too small. Reads the device.
 
@@ -54,7 +57,7 @@ def underflow(
         return Underflow(step, 1.0, scale, since, before)
     is_too_small = largest * scale < SMALL and (largest > 0 or scale <= 1)
     if not is_too_small:
-        return Underflow(step, 1.0, scale, since, zeros=zeros) if zeros >= WINDOW else None
+        return Underflow(step, 1.0, scale, since, zeros=steps_of_zeros) if steps_of_zeros >= WINDOW else None
     grads = gradients_of(optimizer)
     zeros = sum(int((grad == 0).sum()) for grad in grads)
     share = zeros / max(sum(grad.numel() for grad in grads), 1)

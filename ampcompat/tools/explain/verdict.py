@@ -21,7 +21,7 @@ class Account:
     has_told_unknown: bool  # that a cause was not found
     weights_lost_at: int  # the step that left weights that are not finite; 0 where none is known
     warned: list[str]  # mistakes that amp has warned of, in a few words
-    underflow: Underflow | None  # of the latest step, if its gradients were too small
+    underflow: Underflow | None  # of the latest step, if its gradients were too small, or 0
     unstepped: str = ""  # that no step was made after the last blocks, if these are many
     lost_buffers: list[str] = field(default_factory=list)  # that were finite at amp.initialize, and are not at the end
 
@@ -106,7 +106,7 @@ class Verdict:
 
     @property
     def _tells_of_underflow(self) -> bool:
-        """Whether the loss scale was too low at the end, for another reason than the lost steps of a known cause."""
+        """Whether gradients were 0 at the end, for another reason than the lost steps of a known cause."""
         underflow = self._own.underflow
         if underflow is None:
             return False

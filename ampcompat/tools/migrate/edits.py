@@ -119,7 +119,7 @@ class Edits:
             moved = sum(len(text) - (end - start) for (start, end), text in changes if end <= offset)
             return len(lines_of(code[: offset + moved + 1]))
 
-        return Result.of(code, [(line_of(offset), message) for offset, message in sorted(self._notes)])
+        return Result.of(code, sorted({(line_of(offset), message) for offset, message in self._notes}))
 
     def _remove(self) -> None:
         for node in self._removed:

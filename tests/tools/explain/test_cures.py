@@ -794,6 +794,17 @@ def features_that_a_product_casts_to_nothing(cure):
     train(Layers(after=attend), "O1", lambda m: m(X)[:, 0].mean())
 
 
+def root_over_what_a_cast_makes_0(cure):
+    def norms(y):
+        features = torch.exp(y.float() - 18)
+        squares = torch.einsum("sf,tf->st", features, features).float().sum(1)
+        return (squares if cure is None else squares.clamp_min(float(cure[2]))).sqrt()
+
+    if cure is not None:
+        eval(cure[1])
+    train(Layers(after=norms), "O1", lambda m: m(X).mean() * 1e6)
+
+
 def counts_that_an_exponential_gives(cure):
     """A Poisson regression, whose rates half does not hold; the loss is outside of the model."""
 
@@ -979,6 +990,7 @@ CURES = {
     root_of_rows_that_a_mask_leaves_nothing_of: r"of sqrt at 0 is not finite: \.clamp_min\((\S+)\) on what goes",
     gradients_that_the_block_of_another_optimizer_adds: r"(scale_loss)\(loss, \[optimizer_a, optimizer_b\]\)",
     features_that_a_product_casts_to_nothing: r"in its cast: (amp\.register_float_function\(torch, 'einsum'\)) before",
+    root_over_what_a_cast_makes_0: r"in its cast: (amp\.\S+\(torch, 'einsum'\)) before .* and \.clamp_min\((\S+)\) on",
     counts_that_an_exponential_gives: r"the loss in float32: (\.float\(\)) on what the layers returned, before .* exp",
     root_of_squares_that_underflow: r"pow has underflowed in float16: .* and \.clamp_min\((\S+)\) on",
     root_of_a_negative: r"a root of a negative number is NaN: \.clamp_min\((\S+)\) on what goes into it",

@@ -272,6 +272,25 @@ def once(value, at=31, usual=RAMP):
     return batch
 
 
+class TwoHeads(nn.Module):
+    """The second overflows at step 36, of which the first has no part."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.step = 0
+
+    def forward(self, x):
+        self.step += 1
+        grown = self.first(x)
+        return grown + torch.sigmoid(self.second(x)) * (1e6 if self.step > 35 else 1.0)
+
+
+def sgd_of_first_head(parameters):
+    first, *others = parameters
+    return torch.optim.SGD([{"params": [first], "lr": 2.4}, {"params": others, "lr": 1e-5}])
+
+
 class ShrinkingAt20(torch.optim.SGD):
     """Its step 20 makes weights small again, as where a script loads others."""
 
@@ -621,6 +640,23 @@ FAULTS = {
         loss=lambda y: 1 - y.float().mean() + y.detach().float().mean(),
         batch=lambda step: torch.full((4, 8), 1e3 if step == 35 else 1.0),
         optimizer=sgd(2.4),
+    ),
+    "weights that grow slowly, of which the value is not made": Fault(
+        {"what": "aten::mul left the range of float16", "hint": "a smaller constant than 1e+06"},
+        r"the cause is .*\(mul\)\.$",
+        model=lambda: TwoHeads(),
+        level="O2",
+        loss=lambda y: 1 - y.float().mean() + y.detach().float().mean(),
+        batch=lambda step: torch.full((4, 8), 1.0),
+        optimizer=sgd_of_first_head,
+    ),
+    "weights that grow slowly, in a run too long to have diverged": Fault(
+        {"what": "linear (aten::addmm) left the range of float16", "hint": "keep_fp32=['fc']"},
+        r"the cause is .*\(linear in fc\)\.$",
+        loss=lambda y: 1 - y.float().mean() + y.detach().float().mean(),
+        batch=lambda step: torch.full((4, 8), 1e3 if step == 520 else 1.0),
+        optimizer=sgd(0.16),
+        steps=520,
     ),
     "weights that grow slowly, in a run whose loss falls": Fault(
         {"what": "linear (aten::addmm) left the range of float16", "hint": "keep_fp32=['fc']"},

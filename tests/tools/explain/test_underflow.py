@@ -125,8 +125,31 @@ def test_a_sum_that_is_inf_and_divides_leaves_gradients_of_0():
     )
 
 
-def test_gradients_of_0_alone_are_no_matter_of_the_scale():
-    assert "but the gradients of the last 60 steps were all 0" in verdict("O2", factor=0.0).head
+@pytest.mark.parametrize(("scale", "factor"), [("dynamic", 0.0), (128.0, 1e-12)])
+def test_gradients_of_0_alone_may_be_a_matter_of_a_low_scale(scale, factor):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=scale, verbosity=0)
+    explain_overflows()
+    for _ in range(40):
+        optimizer.zero_grad()
+        make_step(optimizer, model(torch.randn(4, 8)).float().pow(2).mean() * factor + 1)
+    low = "the loss scale, 128, is too low for them, or " if scale == 128 else ""
+    assert f"but the gradients of the last 40 steps were all 0: {low}the loss does not" in last_words()[-1].head
+
+
+def test_a_loss_of_0_has_nothing_left_to_learn():
+    """A hinge loss, once the margin is kept."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.5), opt_level="O2", verbosity=0)
+    explain_overflows()
+    for _ in range(60):
+        x = torch.randn(8, 8).sign()
+        optimizer.zero_grad()
+        make_step(optimizer, torch.relu(0.1 - x[:, :1] * model(x).float()).mean())
+    assert last_words()[-1].head.endswith(("was skipped.", "that is normal."))
 
 
 def clip(params):
