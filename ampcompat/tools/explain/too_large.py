@@ -16,12 +16,7 @@ from ampcompat.tools.explain.in_float32 import (
 )
 from ampcompat.tools.explain.made import WRITTEN
 from ampcompat.tools.explain.setting import Setting
-from ampcompat.tools.explain.undefined import (
-    LOGARITHMS,
-    MOST_EXPONENT,
-    OF_THEIR_SUM,
-    stable_form,
-)
+from ampcompat.tools.explain.undefined import LOGARITHMS, MOST_EXPONENT, OF_THEIR_SUM, stable_form
 from ampcompat.tools.tensors import LARGEST
 
 _MULTIPLICATIONS = ("mul", "mul_", "div", "div_", "add", "add_", "addmm", "baddbmm")

@@ -1,4 +1,4 @@
-"""Gradients that are zero, by a loss scale that is too low or by the script: nothing overflows, nothing trains."""
+"""Gradients that are zero, by a low loss scale, the script or its loss: nothing overflows, nothing trains."""
 
 from __future__ import annotations
 
