@@ -17,10 +17,9 @@ from ampcompat.amp.half.masters import half_written, value_written
 from ampcompat.amp.half.masters import master_of as master_of
 from ampcompat.amp.half.record import masters_by_name as masters_by_name
 from ampcompat.amp.half.record import masters_of as masters_of
-from ampcompat.amp.misuse import watch
-from ampcompat.amp.misuse.rule import Rule
+from ampcompat.amp.misuse import Watch
 from ampcompat.amp.observers import observer_state
-from ampcompat.amp.scaling.open_blocks import block_state, open_block_of
+from ampcompat.amp.scaling.block import block_state, open_block_of
 from ampcompat.amp.scaling.session import call_state
 
 
@@ -82,7 +81,7 @@ def device_types_with_rules():
 
 def observers():
     """The tools that are called with losses, gradients and steps; not amp's own watch over the first blocks."""
-    return [observer for observer in observer_state.observers if not isinstance(observer, Rule)]
+    return [observer for observer in observer_state.observers if not isinstance(observer, Watch)]
 
 
 def has_policy(module):
@@ -127,14 +126,15 @@ def skipped_as_far_as_known(optimizer):
 def overflow_flags(optimizer):
     """How many flags of overflows are kept for the next step."""
     stash = optimizer._amp_stash
-    return len(stash.overflows) + len(stash.overflows_for_script)
+    return len(stash.overflows)
 
 
 def is_watched():
     """Whether mistakes are looked for: in the first blocks."""
-    return any(isinstance(observer, Rule) for observer in observer_state.observers)
+    return any(isinstance(observer, Watch) for observer in observer_state.observers)
 
 
 def end_watch():
     """End the look at the first blocks for mistakes, which takes ops of its own."""
-    watch.end_watch()
+    for observer in [each for each in observer_state.observers if isinstance(each, Watch)]:
+        observer.end()

@@ -129,29 +129,6 @@ class ShardedUnit:
                 return True
         return False
 
-    def unreduced_gradients(self, params: set[int]) -> list[torch.Tensor]:
-        """The gradients of ``params`` (ids) that earlier backward passes have kept from the other ranks."""
-        found: list[torch.Tensor] = []
-        for group in self._groups:
-            held = [param for param in group.fsdp_params if id(param.sharded_param) in params]
-            if held and vars(group).get("_partial_reduce_output") is not None:
-                found.append(group._partial_reduce_output)
-            for param in held:
-                unsharded = vars(param).get("_unsharded_param")
-                accumulated = vars(param).get("unsharded_accumulated_grad")
-                if accumulated is not None:
-                    found.append(accumulated)
-                if unsharded is not None and unsharded.grad is not None:
-                    found.append(unsharded.grad)
-        return [local_part(grad) for grad in found]
-
-    def drop_unreduced_gradients(self, params: set[int]) -> None:
-        """Forget what :meth:`unreduced_gradients` returns."""
-        for group in self._groups:
-            for param in group.fsdp_params:
-                if id(param.sharded_param) in params:
-                    _drop_waiting(group, param)
-
 
 def _drop_waiting(group: Any, param: Any) -> None:
     """Forget the gradient of ``param`` that waits for a reduction, wherever this torch keeps it."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Final
+from sys import getrefcount
+from types import SimpleNamespace
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -44,122 +46,117 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 
 # -- writes through ``data`` -------------------------------------------------------------------------------------------
+_REUSABLE: Final = hasattr(torch.Tensor, "_use_count")
+
+
+def _count_alone(holder: Any) -> int:
+    """What ``getrefcount`` says of an object that an attribute and a local name hold; Python 3.14 borrows for names."""
+    latest = holder.latest
+    count = getrefcount(latest)
+    return count if latest is not None else 0
+
+
+_ALONE: Final = _count_alone(SimpleNamespace(latest=object()))
+
+
 class DataWrites:
-    """Counts writes to one tensor that do not move its version: through its ``data``, and what :meth:`add` notes.
+    """Knows of writes to one tensor that do not move its version: through its ``data``, and what :meth:`add` notes.
 
-    ``tensor.data`` is another tensor at each access, with a version of its own. From a watched parameter, each of them
-    shares the version of a counter, as a tensor and its ``detach()`` do: a write through any of them, or through a view
-    of one, moves it, also when the script has let go of that tensor.
-
-    While a script or a graph holds such a tensor, the next has another counter: a graph that has saved the one goes
-    backward although the other was written, as in plain torch.
+    ``tensor.data`` is another tensor at each access, with a version of its own. What was given out is kept: if its
+    version has moved, the tensor was written. One that nothing else holds, and that was not written, is given out again.
 
     Attributes:
-        counter: An empty tensor, whose version counts writes through the latest ``data``.
         latest: What ``data`` gave out last.
-        held: The same of earlier tensors that were held when ``data`` was asked for again.
-        added: Writes that no version counts any more, or never did.
+        version: Its version then.
+        held: Earlier ones that were held when ``data`` was asked for again, with their versions.
+        happened_before: Whether there was a write through one that is not kept any more, or one that was noted.
     """
 
-    __slots__ = ("_seen", "added", "counter", "held", "latest")
+    __slots__ = ("happened_before", "held", "latest", "version")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.counter = _new_counter(tensor)
-        self.latest: weakref.ref[torch.Tensor] | None = None
-        self.held: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
-        self.added = 0
-        self._seen = self._count()
-
-    def _count(self) -> int:
-        """How many writes there were."""
-        count: int = self.counter._version + self.added
-        for _, counter in self.held:
-            count += counter._version
-        return count
+    def __init__(self) -> None:
+        self.latest: torch.Tensor | None = None
+        self.version = 0
+        self.held: list[tuple[torch.Tensor, int]] = []
+        self.happened_before = False
 
     @property
     def happened(self) -> bool:
         """Whether there was a write since the last :meth:`forget`."""
-        return self._count() != self._seen
+        latest = self.latest
+        if self.happened_before or (latest is not None and latest._version != self.version):
+            return True
+        return any(data._version != version for data, version in self.held)
 
     def add(self) -> None:
-        """Count a write that torch does not count."""
-        self.added += 1
+        """Note a write that torch does not count."""
+        self.happened_before = True
 
     def forget(self) -> None:
-        """Make what was written so far count no more."""
-        self._seen = self._count()
+        """Make what was written so far count no more; keep what a script, a view or a graph still holds."""
+        self.happened_before = False
+        if self.latest is not None:
+            self.version = self.latest._version
+        if self.held:
+            self.held = [(data, data._version) for data, _ in self.held if getrefcount(data) > _ALONE or _is_used(data)]
 
     def data_of(self, param: torch.Tensor) -> torch.Tensor:
-        """``param.data``, writes through which count."""
-        if self.latest is not None and self.latest() is not None:
-            self._hold(self.latest)
-        data = self.counter.detach()
-        _DATA.__set__(data, param)
-        self.latest = weakref.ref(data)
-        return data
-
-    def _hold(self, latest: weakref.ref[torch.Tensor]) -> None:
-        """Keep the counter of ``latest``, which is held, beside a new one; add up those of tensors that are gone."""
-        held = []
-        for data, counter in self.held:
-            if data() is None:
-                self.added += counter._version
-            else:
-                held.append((data, counter))
-        held.append((latest, self.counter))
-        self.held = held
-        self.counter = _new_counter(self.counter)
+        """``param.data``, writes through which are known."""
+        latest = self.latest
+        if latest is not None:
+            if (
+                latest._version == self.version
+                and getrefcount(latest) == _ALONE  # this attribute and this name
+                and _REUSABLE
+                and latest._use_count() == 1  # no view, no graph
+                and latest.data_ptr() == param.data_ptr()
+                and not latest.requires_grad
+            ):
+                return latest
+            self.held.append((latest, self.version))
+        latest = self.latest = _DATA.__get__(param)
+        self.version = latest._version
+        return latest
 
 
-def _new_counter(tensor: torch.Tensor) -> torch.Tensor:
-    """An empty tensor that can take the place of one like ``tensor``."""
-    with torch.inference_mode(False):  # tensors of inference mode have no version
-        return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+def _is_used(data: torch.Tensor) -> bool:
+    """Whether a view or a graph holds ``data``."""
+    return not _REUSABLE or data._use_count() > 1
 
 
-def watch_parameter_data(writes_of: Callable[[torch.Tensor, bool], DataWrites | None], undo: ExitStack) -> None:
-    """Count writes through ``param.data`` of each ``Parameter`` that has :class:`DataWrites`.
+class Owner(Protocol):
+    """What knows of the writes to a parameter."""
 
-    Before ``param.data`` is read or assigned, ``writes_of(param, is_assigned)`` returns them, or None. To assign it is
-    a write.
+    def data_of(self, param: torch.Tensor) -> torch.Tensor:
+        """``param.data``, about to be given out."""
+
+    def note_assigned(self, param: torch.Tensor) -> None:
+        """Note that ``param.data`` was assigned."""
+
+
+def watch_parameter_data(owners: weakref.WeakValueDictionary[int, Any], undo: ExitStack) -> None:
+    """Have ``owners``, by the id of their parameters, know of reads and writes of ``param.data``.
 
     A property of ``torch.nn.Parameter``, and no subclass: torch compares ``type(p)`` with ``Parameter`` where it takes
     its fast paths, and ``Parameter(p)`` refuses a ``p`` of another class.
     """
+    references = owners.data  # each ``param.data`` asks: half the time of ``owners.get``
+    plain = _DATA.__get__
 
     def get(param: torch.Tensor) -> torch.Tensor:
-        writes = writes_of(param, False)
-        if writes is not None and _can_share_version():
-            return writes.data_of(param)
-        if writes is not None:
-            writes.add()  # there may be one, which would not be counted
-        plain: torch.Tensor = _DATA.__get__(param)
-        return plain
+        reference = references.get(id(param))
+        if reference is None:
+            return plain(param)  # type: ignore[no-any-return]
+        owner: Owner | None = reference()
+        return plain(param) if owner is None else owner.data_of(param)
 
     def assign(param: torch.Tensor, data: torch.Tensor) -> None:
-        writes = writes_of(param, True)
+        owner: Owner | None = owners.get(id(param))
         _DATA.__set__(param, data)
-        if writes is not None:
-            writes.add()
+        if owner is not None:
+            owner.note_assigned(param)
 
     replace(torch.nn.Parameter, "data", property(get, assign), undo)
-
-
-# Bound once: each ``param.data`` asks them.
-_tracing_state: Final = torch._C._get_tracing_state
-_transform: Final = torch._C._functorch.peek_interpreter_stack
-_number_of_modes: Final = torch._C._len_torch_dispatch_stack
-
-
-def _can_share_version() -> bool:
-    """Whether nothing is active that would record or refuse it when two tensors are made to share a version."""
-    if _tracing_state() is not None or _transform() is not None:
-        return False
-    if not _number_of_modes():
-        return True
-    modes = torch._C._TorchDispatchModeKey
-    return torch._C._get_dispatch_mode(modes.FAKE) is None and torch._C._get_dispatch_mode(modes.PROXY) is None
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
 from ampcompat._types import HALF_DTYPES
-from ampcompat.amp.scaling.open_blocks import open_block_of
 from ampcompat.amp.scaling.optimizer_state import OptimizerState
 
 __all__ = ["AmpOptimizerState", "post_backward_models_are_masters"]
@@ -34,7 +33,8 @@ class AmpOptimizerState(OptimizerState):
                 "params_have_scaled_gradients = True - only a scale_loss block knows by what gradients are scaled -"
                 " write `with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled: scaled.backward()`."
             )
-        if self.scalers_to_move and any(leaf.grad is not None for leaf in self.leaves.tensors()):
+        is_delayed = any(scaler.pending is not None for scaler in self.session.scalers)
+        if is_delayed and any(leaf.grad is not None for leaf in self.leaves.tensors()):
             raise RuntimeError(
                 "params_have_scaled_gradients = False after a scale_loss block with delay_unscale=True - the block has"
                 " unscaled the gradients already (D55) - do not divide them by the loss scale, and leave this line out."
@@ -47,7 +47,7 @@ class AmpOptimizerState(OptimizerState):
         Writing it changes nothing. apex patched ``step`` to skip, and skipped none of those that a script had marked as
         patched.
         """
-        return any(flag.item() for _, flag in self.skipping_flags())
+        return any(flag.item() for _, flag in self.overflows)
 
     @already_patched.setter
     def already_patched(self, value: bool) -> None:
@@ -76,22 +76,6 @@ class AmpOptimizerState(OptimizerState):
         """Params that are float32 in the model."""
         return [param for param in self.leaves.masterless if param.dtype == torch.float32]
 
-    @property
-    def all_fp16_grad_stash(self) -> list[torch.Tensor | None]:
-        """Unscaled gradients of half params from before the block, for a script's own ``_post_amp_backward``."""
-        return self._take_saved(self.all_fp16_params)
-
-    @property
-    def all_fp32_grad_stash(self) -> list[torch.Tensor | None]:
-        """The same of float32 params."""
-        return self._take_saved(self.all_fp32_params)
-
-    @property
-    def all_fp32_from_fp32_grad_stash(self) -> list[torch.Tensor | None]:
-        """The same of float32 params; AttributeError without master weights."""
-        self._refuse_without_master_weights("all_fp32_from_fp32_grad_stash")
-        return self.all_fp32_grad_stash
-
     def _refuse_without_master_weights(self, name: str) -> None:
         """Raise what ``hasattr`` takes for a no: scripts that find ``name`` take the params there for masters."""
         options = self.session.properties.options
@@ -101,15 +85,6 @@ class AmpOptimizerState(OptimizerState):
                 " weights without master_weights=True - use amp.master_params(optimizer), which yields what the"
                 " optimizer steps at every level."
             )
-
-    def _take_saved(self, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The saved gradients of ``params``; the caller adds them."""
-        block = open_block_of(self.leaves)
-        if block is None:
-            return [None] * len(params)
-        if block.scripts_part is not None:
-            block.scripts_part.saved_grads_taken = True
-        return [block.saved.get(param) for param in params]
 
     @property
     def fp16_groups(self) -> NoReturn:
@@ -123,41 +98,21 @@ class AmpOptimizerState(OptimizerState):
     fp32_from_fp16_groups = fp16_groups
     fp32_from_fp32_groups = fp16_groups
 
+    @property
+    def all_fp16_grad_stash(self) -> NoReturn:
+        """Refused: apex's lists of gradients from before a block."""
+        raise AttributeError(
+            "optimizer._amp_stash has no all_fp16_grad_stash, all_fp32_grad_stash or all_fp32_from_fp32_grad_stash -"
+            " older gradients stay in p.grad, multiplied by the scale of the block - read them before the block."
+        )
 
-def post_backward_models_are_masters(
-    scaler: Any,
-    params: list[torch.Tensor],
-    stashed_grads: list[torch.Tensor | None],
-    scale_override: tuple[float, float, float] | None = None,
-) -> None:
-    """Unscale the gradients of ``params`` in place and add ``stashed_grads``, which are emptied.
+    all_fp32_grad_stash = all_fp16_grad_stash
+    all_fp32_from_fp32_grad_stash = all_fp16_grad_stash
 
-    As in apex (``apex/amp/_process_optimizer.py: post_backward_models_are_masters``), for scripts that have written a
-    ``_post_amp_backward`` of their own. Up to two host syncs.
 
-    Args:
-        scaler: The loss scaler; it notes inf and NaN.
-        params: Parameters that the optimizer itself steps; those without a gradient get the stashed one.
-        stashed_grads: What each had accumulated before this backward pass, or None.
-        scale_override: The scales of new gradients, of stashed ones and of the sum, instead of the scaler's, 1 and 1.
-    """
-    new: list[torch.Tensor] = []
-    added_to: list[torch.Tensor] = []
-    addends: list[torch.Tensor] = []
-    for param, stashed in zip(params, stashed_grads, strict=True):
-        if param.grad is None:
-            param.grad = stashed
-        elif stashed is None:
-            new.append(param.grad)
-        else:
-            added_to.append(param.grad)
-            addends.append(stashed)
-    scale = None
-    if scale_override is not None:
-        grads_scale, _, out_scale = scale_override
-        scale = grads_scale / out_scale
-    if new:
-        scaler.unscale(new, new, None, models_are_masters=True, scale_override=scale)
-    if added_to:
-        scaler.unscale_with_stashed(added_to, addends, added_to, scale_override)
-    stashed_grads[:] = [None] * len(stashed_grads)
+def post_backward_models_are_masters(*args: object, **kwargs: object) -> NoReturn:
+    """Refused: what a script's own ``_post_amp_backward`` called, which blocks never call."""
+    raise RuntimeError(
+        "post_backward_models_are_masters is not supplied - scale_loss blocks unscale gradients themselves, and call no"
+        " _post_amp_backward of the script's - change gradients after the block."
+    )

@@ -16,7 +16,7 @@ from ampcompat._types import HALF_DTYPES, is_optimizer
 from ampcompat.amp._amp_state import view_state
 from ampcompat.amp.half.record import record_of
 from ampcompat.amp.levels import LEVELS
-from ampcompat.amp.scaling.open_blocks import open_block_of
+from ampcompat.amp.scaling.block import open_block_of
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState
 
 

@@ -27,13 +27,12 @@ from ampcompat.amp.half.model_class import set_policy
 from ampcompat.amp.half.torch_events import watch_writes
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.levels import LEVELS
-from ampcompat.amp.misuse.watch import watch_more
+from ampcompat.amp.misuse import watch_more
 from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.options import check_keywords
 from ampcompat.amp.properties import Properties, read_properties
 from ampcompat.amp.scaling import checkpoint
 from ampcompat.amp.scaling.checkpoint import load_state_dict, state_dict
-from ampcompat.amp.scaling.clearing import watch_modules
 from ampcompat.amp.scaling.groups import follow_groups, model_tensor
 from ampcompat.amp.scaling.optimizer import attach, detach
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, calls_in_use, optimizer_index, scalers_shown
@@ -332,11 +331,6 @@ def _take_over(session: Session, objects: _Objects) -> None:
     begins with what it finds. A session that is not enabled takes models and optimizers out of amp, and leaves alone
     what is not under it.
     """
-    newcomers = _ids_that_come_under_amp(objects.models)
-    held = set().union(*map(_ids_held_by, objects.optimizers))
-    if not held <= newcomers:  # blocks of earlier calls may have given scaled gradients to what is not new
-        latest = call_state.latest
-        session.has_scaled = latest is not None and any(call.has_scaled for call in [latest, *calls_in_use()])
     if objects.changes:
         fsdp.apply(objects.changes)
     _cast_models(session, objects)
@@ -349,13 +343,12 @@ def _take_over(session: Session, objects: _Objects) -> None:
             attach(optimizer, session, AmpOptimizerState)
         else:
             _release_optimizer(optimizer)
-    follow_groups(newcomers)
+    follow_groups()
     if session.enabled:
         ddp.install()
         begin_casts(session)
         if session.policy.master_weights:
             watch_writes()
-        watch_modules()
         if session.policy.master_weights or not all(scaler.is_one for scaler in session.scalers):
             watch_more(len(session.scalers))
     view_state.view = view
@@ -365,11 +358,6 @@ def _take_over(session: Session, objects: _Objects) -> None:
         checkpoint.restore_after_initialize()
     else:
         release_casts()
-
-
-def _ids_that_come_under_amp(models: Modules) -> set[int]:
-    """Ids of the parameters of ``models`` that are under amp for the first time."""
-    return _ids_in([model for model in models if model not in model_index.live])
 
 
 def _view_of(session: Session, objects: _Objects) -> dict[str, Any]:

@@ -4,18 +4,13 @@ An observer is an object with any of these methods, called in the thread of the 
 
 * ``on_initialize()``: a call of ``initialize`` has returned.
 * ``on_forward(model, args, kwargs)`` and ``on_output(model, output)``: the forward of an initialized model, eager.
-* ``on_scale_loss(loss, scaler, optimizers)``, ``on_block(block)``: a block opens; nothing has changed yet, and casts
-  are as in the script.
-* ``on_scaled_loss(block, scaled)``: its loss was scaled; older gradients are saved.
-* ``on_block_end(block)``: it has closed; ``block.has_new_grads`` is None where it has left gradients to torch.
+* ``on_scale_loss(loss, scaler, optimizers)``: a block opens; nothing has changed yet, and casts are as in the script.
+* ``on_scaled_loss(block, scaled)``: its loss and older gradients were scaled.
+* ``on_block_end(block)``: it has closed, also by an exception.
 * ``on_gradients(scaler, optimizers)``: a block has closed; gradients are unscaled, non-finite ones included, and
   neither clipped nor freed yet.
-* ``on_block_undone(block)``: an exception has left it, or its own beginning or end has raised.
-* ``on_unscaled_by_script(optimizer)``: a script's own block has called ``_post_amp_backward``.
-* ``on_master_params(optimizer)``: a script asks for the masters of an optimizer.
 * ``on_failure(error)``: an exception leaves the forward of an initialized model, or a block.
 * ``before_step(optimizer)``: a step begins; its gradients are unscaled, and masters follow the model.
-* ``before_push(masters)``: the optimizer has updated these masters, and the model has yet to follow.
 * ``on_step(optimizer, skipped)``: a step was made or skipped; casts are off. ``skipped`` is None while only the device
   knows; ``amp.step_was_skipped(optimizer)`` asks it.
 """

@@ -37,7 +37,6 @@ from ampcompat.amp.scaling import optimizer as _optimizer
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer
 from ampcompat.amp.scaling.scaler import LossScaler as LossScaler
 from ampcompat.amp.scaling.session import call_state
-from ampcompat.amp.scaling.steps import flags_of
 
 Optimizer: TypeAlias = AmpOptimizer
 
@@ -121,8 +120,7 @@ def scale_and_passes(numbers: Numbers) -> tuple[float, float]:
 
 def overflowed_scalers(optimizer: Optimizer) -> list[LossScaler]:
     """In ``on_step``: the scalers of the losses whose overflow skipped the step. A host sync for each flag."""
-    flags = flags_of(optimizer._amp_stash)
-    return list(dict.fromkeys(scaler for scaler, flag in flags if scaler is not None and bool(flag.item())))
+    return [scaler for scaler, flag in optimizer._amp_stash.overflows.items() if bool(flag.item())]
 
 
 def has_warned_of(mistake: str) -> bool:
@@ -134,12 +132,6 @@ def kept_in_float32() -> list[str]:
     """Qualified names of the modules that ``keep_fp32`` keeps, in the live models."""
     parts = [named for model in live_models() for named in model.named_modules()]
     return [name for name, part in parts if isinstance(vars(part).get("_amp_policy"), BoundaryPolicy)]
-
-
-def has_old_gradients(optimizer: Optimizer) -> bool:
-    """In ``on_step``: whether an earlier overflow may have left gradients that the step looked at itself."""
-    may_be_old: bool = optimizer._amp_stash.checks_gradients
-    return may_be_old
 
 
 def count_of_scalers(optimizer: Optimizer) -> int:

@@ -108,14 +108,13 @@ class _Ddp(Adapter):
     """DDP, which keeps gradients on their rank in ``no_sync``."""
 
     def defers_reduction(self, leaves: Sequence[torch.Tensor]) -> bool:
-        return _hold_any(
-            leaves, [wrapper for wrapper in ddp_index.wrappers or () if not wrapper.require_backward_grad_sync]
-        )
-
-    def leaves_reduction_to_script(self, leaves: Sequence[torch.Tensor]) -> bool:
         wrappers = ddp_index.wrappers or ()
-        after_disable_allreduce = [one for one in wrappers if not getattr(one, "allreduce_enabled", True)]
-        return _hold_any(leaves, after_disable_allreduce)
+        return _hold_any(leaves, [one for one in wrappers if _keeps_gradients(one)])
+
+
+def _keeps_gradients(wrapper: Any) -> bool:
+    """Whether ``wrapper`` leaves gradients on their rank now: ``no_sync``, or apex's ``disable_allreduce``."""
+    return not wrapper.require_backward_grad_sync or not getattr(wrapper, "allreduce_enabled", True)
 
 
 def _hold_any(leaves: Sequence[torch.Tensor], wrappers: list[Any]) -> bool:

@@ -142,15 +142,6 @@ class _Fsdp(Adapter):
         ids = set(map(id, leaves))
         return any(unit.holds_back(ids) for unit in _units())
 
-    def unreduced_gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        ids = set(map(id, leaves))
-        return [grad for unit in _units() for grad in unit.unreduced_gradients(ids)]
-
-    def drop_unreduced_gradients(self, leaves: Sequence[torch.Tensor]) -> None:
-        ids = set(map(id, leaves))
-        for unit in _units():
-            unit.drop_unreduced_gradients(ids)
-
     def combined_flag(self, flag: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         meshes = _torch.meshes_of(tensors)
         if not meshes:

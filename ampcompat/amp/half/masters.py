@@ -174,27 +174,40 @@ class Master:
         if self.value_data_writes is not None:
             self.value_data_writes.forget()
 
-    def data_writes_of(self, tensor: torch.Tensor) -> _torch.DataWrites:
-        """Return the writes through the ``data`` of ``tensor``, one of both copies, for which a script asks now.
+    def data_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``tensor.data``, of one of both copies, for which a script asks now.
 
         Where the other copy was written, ``tensor`` follows first: the script finds in ``data`` what is in force, and
         what it then writes there is the later write.
         """
         if tensor is self.half:
-            if value_written([self]):
+            others = self.value_data_writes
+            if self.value._version != self.value_version or (others is not None and others.happened):
                 align_written([self])
-            if self.half_data_writes is None:
-                self.half_data_writes = _torch.DataWrites(tensor)
-            return self.half_data_writes
+            writes = self.half_data_writes
+            if writes is None:
+                writes = self.half_data_writes = _torch.DataWrites()
+            return writes.data_of(tensor)
+        if tensor is not self.value:  # a new tensor with the id of one that is gone
+            return _torch.data_of(tensor)
         if half_written([self]):
             align_written([self])
         if self.value_data_writes is None:
-            self.value_data_writes = _torch.DataWrites(tensor)
-        return self.value_data_writes
+            self.value_data_writes = _torch.DataWrites()
+        return self.value_data_writes.data_of(tensor)
+
+    def note_assigned(self, tensor: torch.Tensor) -> None:
+        """Count ``tensor`` as written: its ``data`` was assigned."""
+        if tensor is self.half or tensor is self.value:
+            master_index.by_memory = None
+            self.count_as_written(tensor)
 
     def count_as_written(self, tensor: torch.Tensor) -> None:
         """Count ``tensor``, one of both copies, as written: it may be, where torch does not tell."""
-        self.data_writes_of(tensor).add()
+        self.data_of(tensor)
+        writes = self.half_data_writes if tensor is self.half else self.value_data_writes
+        if writes is not None:
+            writes.add()
 
     # -- what the module did to its tensor -----------------------------------------------------------------------------
     def follow_module(self) -> None:

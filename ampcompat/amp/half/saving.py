@@ -16,7 +16,6 @@ from ampcompat.amp.half.masters import Master, align_written, value_written
 from ampcompat.amp.half.record import (
     ATTRIBUTE,
     HalfWeights,
-    check_replaced,
     drop_masters,
     ensure_master,
     masters_by_name,
@@ -79,7 +78,6 @@ def _export(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, lo
         return
     for name, part in hook_added_modules(module, record):
         _export(part, state_dict, f"{prefix}{name}.", local_metadata)
-    check_replaced(record.masters.values())
     for name, tensor in own_tensors(module):
         saved: Any = state_dict.get(prefix + name)
         is_saved_in_half = isinstance(saved, torch.Tensor) and saved.dtype == record.dtype

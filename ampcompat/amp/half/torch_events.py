@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,8 +16,12 @@ from ampcompat.amp.half.masters import Master, master_index, master_of
 
 def watch_writes() -> None:
     """Count writes to masters and their half weights through ``data`` and by collectives, until a reset."""
-    state.patch_once(_torch.watch_parameter_data, _data_writes_of)
+    state.patch_once(_watch_data, master_of)
     state.patch_once(_torch.watch_collectives, _count_collective)
+
+
+def _watch_data(_: object, undo: ExitStack) -> None:
+    _torch.watch_parameter_data(master_index.by_tensor, undo)
 
 
 def watch_copies() -> None:
@@ -29,16 +34,6 @@ def watch_copies() -> None:
 
 
 # -- writes that move no version ---------------------------------------------------------------------------------------
-def _data_writes_of(param: torch.Tensor, is_assigned: bool) -> _torch.DataWrites | None:
-    """Return the writes through ``param.data``, read or assigned now; None where ``param`` has no master."""
-    master = master_of(param)
-    if master is None:
-        return None
-    if is_assigned:
-        master_index.by_memory = None
-    return master.data_writes_of(param)
-
-
 def _count_collective(tensor: torch.Tensor) -> None:
     """Count the copies that ``tensor`` shares memory with, as an alias or a view does, as written."""
     memory = _torch.memory_of(tensor)

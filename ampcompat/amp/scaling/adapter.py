@@ -38,19 +38,8 @@ class Adapter:
     """
 
     def defers_reduction(self, leaves: Sequence[torch.Tensor]) -> bool:
-        """Whether gradients of any of ``leaves`` stay on this rank until a later backward pass (``no_sync``)."""
+        """Whether gradients of any of ``leaves`` stay on this rank until a later backward pass (``no_sync``), or until the script averages."""
         return False
-
-    def leaves_reduction_to_script(self, leaves: Sequence[torch.Tensor]) -> bool:
-        """Whether the script averages the gradients of any of ``leaves`` by itself (``disable_allreduce``)."""
-        return False
-
-    def unreduced_gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The scaled gradients of ``leaves`` that the wrapper keeps, and not ``p.grad``, until a later pass."""
-        return []
-
-    def drop_unreduced_gradients(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Forget those."""
 
     def combined_flag(self, flag: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Combine ``flag`` with those of all ranks that hold shards of ``tensors``; all of them must call it.

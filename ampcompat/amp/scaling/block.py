@@ -1,6 +1,8 @@
 """A ``scale_loss`` block from its entry to its end, and what each event does to gradients.
 
-A float32 parameter gets gradient 2 at scale 1024; then, since the scale has grown, gradient 3 at scale 2048:
+While a block is open, ``p.grad`` holds what its backward pass gives, multiplied by its scale; older gradients are set
+aside in the block, and added as it ends, however it ends. Outside of blocks all gradients are unscaled. A float32 parameter gets gradient 2 at scale 1024; then, since the scale
+has grown, gradient 3 at scale 2048:
 
 ============================  ==========  =======================================  ==============================
 moment                        ``p.grad``  elsewhere                                by
@@ -9,42 +11,18 @@ first block begins            None        the loss is multiplied by 1024        
 ``scaled.backward()``         2048                                                 torch
 first block ends              2           the optimizer notes the overflow flag,   :meth:`Block._unscale`
                                           and the scale grows
-second block begins           None        the block saves 2                        :meth:`Block._begin`
+second block begins           None        the block saves 2                        ``set_aside``
 ``scaled.backward()``         6144                                                 torch
 second block ends             5                                                    :meth:`Block._unscale`
-or its body raises            2                                                    :meth:`Block._put_back`
 ``optimizer.step()``          5           reads the flag                           ``make_or_skip_step``
 ============================  ==========  =======================================  ==============================
 
-At levels with masters, the unscaled sum is the gradient of the master: the head of ``unscaling`` has the numbers. In
-DDP's ``no_sync``, gradients are those of one process until a later block averages them: ``unreduced``. What each event
-does:
+At levels with masters, the unscaled sum is the gradient of the master: the head of ``gradients`` has the numbers. A
+block that an exception leaves ends as any other, but for the scale: what the failed pass has added stays, as in plain
+torch. Gradients of this process alone, as in DDP's ``no_sync``, need no more than that the scale waits: an overflow
+stays in them, multiplied or not, until a block has them averaged, and all processes find it.
 
-==============================  ==================================================================================
-event                           gradients
-==============================  ==================================================================================
-block begins                    older ones are saved in the block; those of ``no_sync`` go into ``p.grad``, scaled
-block ends                      new ones are unscaled, saved ones added
-block ends with an overflow     the same; a step is skipped, other holders check
-block gives no gradient         older ones come back
-ends with ``delay_unscale``     the same; the next block, step or ``amp.master_params`` moves the scale
-ends in DDP's ``no_sync``       the same; the next block brings them back to be averaged
-block raises                    as it began
-end of the block raises         cleared (None), older ones too
-``step``                        used; dropped from masters
-``step`` after an overflow      skipped; dropped from masters
-``step`` of one of two holders  used; shared masters keep them
-``zero_grad``                   gone, with what is known of them
-``p.grad`` cleared              gone, in masters too
-``p.grad`` edited               used; masters do not see it
-``load_state_dict``             as they are
-a param joins with a gradient   dropped where losses are scaled
-==============================  ==================================================================================
-
-A block takes each tensor once, also where several of its optimizers hold it. The gradient of a master that several
-optimizers hold stays until it is cleared, as the gradient of a float32 weight does.
-
-apex kept lists of gradients for each optimizer (``apex/amp/handle.py: scale_loss``, ``_process_optimizer.py``).
+apex kept lists of older gradients for each optimizer (``apex/amp/handle.py: scale_loss``, ``_process_optimizer.py``).
 """
 
 from __future__ import annotations
@@ -54,63 +32,72 @@ from dataclasses import dataclass, field
 import torch
 
 from ampcompat import _torch
+from ampcompat._log import say
+from ampcompat._state import Part, state
 from ampcompat.amp.casts.ambience import follow_ambient_casts
 from ampcompat.amp.hints import add_hint
 from ampcompat.amp.observers import notify, observer_state
-from ampcompat.amp.scaling import backward_methods
 from ampcompat.amp.scaling.adapter import adapter_state
-from ampcompat.amp.scaling.clearing import forget_overflows_if_cleared
+from ampcompat.amp.scaling.gradients import add_saved, clear, scale_unreduced, set_aside, unscale_all
 from ampcompat.amp.scaling.groups import follow_changes
-from ampcompat.amp.scaling.loss_scale import Transition
-from ampcompat.amp.scaling.mistakes import warn_of
-from ampcompat.amp.scaling.open_blocks import OpenBlock, block_state, leaves_of, open_block_of
-from ampcompat.amp.scaling.optimizer_state import Overflow, optimizer_index
-from ampcompat.amp.scaling.steps import report_arrived
-from ampcompat.amp.scaling.unreduced import (
-    bring_back,
-    count_reduced,
-    drop_brought,
-    kept_by_wrappers,
-    note_unreduced,
-    waits_for_reduction,
-)
-from ampcompat.amp.scaling.unscaling import (
-    add_saved,
-    clear_in_model,
-    clear_partly_unscaled,
-    drop_cleared,
-    save_grads,
-    show_sums,
-    unscale_new,
-)
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, Leaves, OptimizerState, optimizer_index
+from ampcompat.amp.scaling.scaler import LossScaler
 
 
 @dataclass(eq=False)
-class Block(OpenBlock):
-    """The context that ``scale_loss`` returns: idle, then open, then done.
-
-    Its methods are the phases, in their order: :meth:`_begin` makes room for new gradients; at the end,
-    :meth:`_unscale`; after an exception, :meth:`_put_back`.
+class BlockState(Part):
+    """The blocks of this process.
 
     Attributes:
-        loss: The script's loss, until it is scaled.
-        transition: When the scale moves.
-        entered: Whether it was entered.
-        needs_scale: Whether its loss is multiplied by the scale.
-        has_own_methods: Whether a script has replaced ``_prepare_amp_backward`` or ``_post_amp_backward`` of one of its
-            optimizers.
+        open_blocks: The ``scale_loss`` blocks that are open.
     """
 
+    open_blocks: list[Block] = field(default_factory=list)
+
+
+block_state = state.add(BlockState())
+
+
+def open_block_of(leaves: Leaves) -> Block | None:
+    """The open block that gives gradients to any of ``leaves``; none that leaves gradients to torch."""
+    blocks = [block for block in block_state.open_blocks if not block.is_plain]
+    return next((block for block in blocks if not block.leaves.ids().isdisjoint(leaves.ids())), None)
+
+
+@dataclass(eq=False)
+class Block:
+    """The context that ``scale_loss`` returns: idle, then open, then done.
+
+    Attributes:
+        scaler: The scaler of its loss.
+        optimizers: The optimizers that it was opened for.
+        loss: The script's loss, until it is scaled.
+        leaves_scale: Whether the scale is left alone at its end.
+        stashes: What amp keeps with each of its optimizers; looked up when it opens, as the leaves are.
+        leaves: The tensors that its backward pass gives gradients to.
+        scale: What their gradients are multiplied by (0-dim float32); None where nothing is scaled.
+        saved: Older gradients of this block's tensors, while it is open.
+        is_plain: Whether it leaves gradients to torch: the scale is always one, and there are no masters.
+        has_gradients: Whether its tensors had any at its end; None before, and in a plain block.
+        entered: Whether it was entered.
+    """
+
+    scaler: LossScaler
+    optimizers: list[AmpOptimizer]
     loss: torch.Tensor
-    transition: Transition
+    leaves_scale: bool
+    stashes: list[OptimizerState] = field(init=False)
+    leaves: Leaves = field(init=False)
+    scale: torch.Tensor | None = field(init=False, default=None)
+    saved: dict[torch.Tensor, torch.Tensor] = field(init=False, default_factory=dict)
+    is_plain: bool = field(init=False, default=False)
+    has_gradients: bool | None = field(init=False, default=None)
     entered: bool = field(init=False, default=False)
-    needs_scale: bool = field(init=False, default=False)
-    has_own_methods: bool = field(init=False, default=False)
 
     # -- entry ---------------------------------------------------------------------------------------------------------
     @_torch.eager
     def __enter__(self) -> torch.Tensor:
-        """Save older gradients for the backward pass; return the scaled loss."""
+        """Multiply older gradients by the scale; return the scaled loss."""
         if self.entered:
             raise RuntimeError(
                 "a scale_loss block was entered twice - it is for one backward pass - call amp.scale_loss(loss,"
@@ -118,183 +105,106 @@ class Block(OpenBlock):
             )
         self.entered = True
         follow_ambient_casts()
-        self._find_leaves()
+        for optimizer in self.optimizers:
+            follow_changes(optimizer)
+        self.stashes = [optimizer._amp_stash for optimizer in self.optimizers]
+        self.leaves = _leaves_of(self.stashes)
+        is_one = self.scaler.is_one
+        self.is_plain = is_one and not self._has_masters()
         if block_state.open_blocks:
             _refuse_inside_another(self)
         if observer_state.observers:
             notify("on_scale_loss", self.loss, self.scaler, self.optimizers)
-            notify("on_block", self)
+        if not is_one:
+            self.scale = self.scaler.copy_on(self.loss.device)
+        scaled = self.loss.float() if self.scale is None else self.loss.float() * self.scale
+        del self.loss  # so that it is freed when the script drops it
+        if not self.is_plain:
+            if any(stash.unreduced for stash in self.stashes):
+                scale_unreduced(self.leaves, self.scaler, self.scale)
+            else:
+                set_aside(self.leaves, self.saved)
         block_state.open_blocks.append(self)
-        try:
-            if not self.is_plain:
-                self._begin()
-            return self._multiply()
-        except BaseException:
-            block_state.open_blocks.remove(self)
-            self._undo_begin()
-            self._tell_undone()
-            raise
-
-    def _find_leaves(self) -> None:
-        """Find the tensors that get gradients, and whether anything is to be done about these."""
-        for optimizer in self.optimizers:
-            follow_changes(optimizer)
-        self.stashes = [optimizer._amp_stash for optimizer in self.optimizers]
-        self.leaves = leaves_of(self.optimizers)
-        self.needs_scale = not self.scaler.is_one or self._has_flags()
-        self.is_plain = not self.needs_scale and not self._has_masters()
-
-    def _has_flags(self) -> bool:
-        """Whether steps of its optimizers wait for the flags of other scalers: then :meth:`_begin` has to look."""
-        return any(stash.overflows or stash.overflows_for_script for stash in self.stashes)
+        if observer_state.observers:
+            notify("on_scaled_loss", self, scaled)
+        return scaled
 
     def _has_masters(self) -> bool:
         """Whether its optimizers step masters, to which the gradients of half weights are added at the end."""
         return any(stash.leaves.masters or stash.session.policy.master_weights for stash in self.stashes)
 
-    def _begin(self) -> None:
-        """Take the scale, and make room for the gradients of the backward pass."""
-        if self.needs_scale:
-            self.scale = self.scaler.copy_on(self.loss.device)
-        # What scripts, earlier blocks and steps have left.
-        if len(optimizer_index.live) > 1:
-            for other in optimizer_index.listed():
-                drop_cleared(other._amp_stash.leaves.masters)  # before the backward pass adds to what was cleared
-        for stash in self.stashes:
-            report_arrived(stash)
-            if stash.overflows or stash.overflows_for_script or stash.checks_gradients:
-                forget_overflows_if_cleared(stash)
-        # Older gradients go out of ``p.grad``.
-        self.has_own_methods = backward_methods.are_replaced(self.optimizers)
-        if self.has_own_methods:
-            backward_methods.save_by_scripts(self)
-        else:
-            save_grads(self.leaves, self.saved)
-        if adapter_state.adapters:
-            bring_back(self)
-
-    def _multiply(self) -> torch.Tensor:
-        """Return the loss times the scale, in float32."""
-        loss = self.loss.float()
-        if self.scale is None:
-            return loss
-        scaled = loss * self.scale
-        if not self.scaler.is_one:
-            for stash in self.stashes:
-                stash.session.has_scaled = True
-        del self.loss  # so that it is freed when the script drops it
-        if observer_state.observers:
-            notify("on_scaled_loss", self, scaled)
-        return scaled
-
-    def _undo_begin(self) -> None:
-        """Undo :meth:`_begin`, which has raised, or the scaling of the loss: no new gradients are there."""
-        if self.brought is not None:
-            self._put_back()
-            return
-        add_saved(self.saved)
-        show_sums(self.leaves.masters)
-
     # -- exit ----------------------------------------------------------------------------------------------------------
     @_torch.eager
     def __exit__(self, kind: object, error: BaseException | None = None, trace: object = None) -> None:
-        """Unscale the new gradients; or, after an exception, undo the block."""
-        optimizer_index.gone.clear()  # the block may have added scaled gradients to what collected optimizers held
-        if kind is not None:
-            self._undo(error)
-            return
-        try:
-            if not self.is_plain:
-                self._unscale()
-        except BaseException:
-            block_state.open_blocks.remove(self)
-            clear_partly_unscaled(self)
-            self._tell_undone()
-            raise
-        block_state.open_blocks.remove(self)
-        if observer_state.observers:
-            notify("on_block_end", self)
-            notify("on_gradients", self.scaler, self.optimizers)
-
-    @_torch.without_grad
-    def _unscale(self) -> None:
-        """Unscale the new gradients, add saved ones, and make the scaler's transition. No host sync."""
-        scripts_had_grads = False
-        leaves = self.leaves
-        drop_brought(self)
-        if self.has_own_methods:
-            scripts_had_grads, leaves = backward_methods.unscale_by_scripts(self)
-        self.has_new_grads = unscale_new(leaves, self.scaler, self.scale) or scripts_had_grads
-        if self.saved:
-            add_saved(self.saved)
-        if self.transition is Transition.AT_STEP:
-            for stash in self.stashes:
-                stash.scalers_to_move.add(self.scaler)
-        if adapter_state.adapters and waits_for_reduction(self.leaves):
-            note_unreduced(self)
-            return
-        found_inf = self.scaler.take_found_inf()
-        flag = self.scaler.adjust(found_inf, self.transition)
-        if flag is not None:
-            for_script = self.scaler.uncounted if self.transition is Transition.BY_SCRIPT else None
-            self._note_overflow(Overflow(self.scaler, flag, for_script))
-        if adapter_state.adapters:
-            for overflow in count_reduced(self, found_inf):
-                self._note_overflow(overflow)
-        if self.transition is not Transition.AT_STEP:
-            for stash in self.stashes:
-                stash.move_scales()
-                stash.scalers_to_move.clear()
-
-    def _note_overflow(self, overflow: Overflow) -> None:
-        """Note ``overflow`` in the optimizers, and have others check that hold a leaf of the block, too."""
-        for stash in self.stashes:
-            stash.note_overflow(overflow)
-            if stash.shared:
-                self._make_other_holders_check()
-
-    def _make_other_holders_check(self) -> None:
-        """Make other optimizers that hold a leaf of the block look at their gradients before they step.
-
-        Whether the block has overflowed, the host does not know.
-        """
-        for other in optimizer_index.listed():
-            if other not in self.optimizers and self.overlaps(other._amp_stash.leaves):
-                other._amp_stash.checks_gradients = True
-
-    # -- exit, after an exception --------------------------------------------------------------------------------------
-    def _undo(self, error: BaseException | None) -> None:
-        """Close the block after ``error``, and add a hint to it where mixed precision provokes it."""
+        """Unscale the gradients; after an exception, leave the scale alone, and add a hint to it."""
         block_state.open_blocks.remove(self)
         if not self.is_plain:
-            self._put_back()
-        self._tell_undone()
+            self._unscale(has_failed=kind is not None)
+        if observer_state.observers:
+            notify("on_block_end", self)
+            if kind is None:
+                notify("on_gradients", self.scaler, self.optimizers)
         if isinstance(error, Exception):
             if observer_state.observers:
                 notify("on_failure", error)
             add_hint(error)
 
-    def _tell_undone(self) -> None:
-        """Tell observers that an exception has ended the block, which they have heard begin."""
-        if observer_state.observers:
-            notify("on_block_undone", self)
+    @_torch.without_grad
+    def _unscale(self, *, has_failed: bool) -> None:
+        """Unscale the gradients, and have the scaler and the optimizers note the flag. No host sync."""
+        scaler = self.scaler
+        moves_scale = not has_failed and not self.leaves_scale
+        try:
+            self.has_gradients = unscale_all(self.leaves, scaler, self.scale, is_shared=not has_failed) or bool(self.saved)
+            add_saved(self.saved)
+        except BaseException:
+            scaler.forget_found_inf()
+            clear(self.leaves)
+            self.saved.clear()
+            say("Unscaling raised: the gradients that were to be unscaled are cleared.")
+            raise
+        scalers = [scaler]
+        if adapter_state.adapters:
+            scalers += [each for stash in self.stashes for each in stash.unreduced]
+            if any(adapter.defers_reduction(self.leaves.tensors()) for adapter in adapter_state.adapters):
+                scaler.forget_found_inf()  # other processes do not know of it
+                for stash in self.stashes:
+                    stash.unreduced = list(dict.fromkeys(scalers))
+                return
+        found_inf = scaler.take_found_inf()
+        for each in scalers if len(scalers) == 1 else dict.fromkeys(scalers):
+            flag = self._count(each, found_inf, moves_scale)
+            for stash in self._holders():
+                stash.unreduced = []
+                if flag is not None:
+                    stash.note_overflow(each, flag)
 
-    def _put_back(self) -> None:
-        """Put back what was saved when the block began; new gradients are cleared."""
-        self.scaler.forget_found_inf()
-        drop_cleared(self.leaves.masters)
-        if adapter_state.adapters and kept_by_wrappers(self.leaves):
-            warn_of("unreduced gradients lost")
-        clear_in_model(self.leaves)
-        add_saved(self.saved)
-        show_sums(self.leaves.masters)
+    def _count(self, scaler: LossScaler, found_inf: torch.Tensor | None, moves_scale: bool) -> torch.Tensor | None:
+        """Have ``scaler`` count the pass; return the flag for the step."""
+        return scaler.adjust(found_inf) if moves_scale else scaler.put_off(found_inf)
+
+    def _holders(self) -> list[OptimizerState]:
+        """Its optimizers' stashes; those of others too where they hold a tensor that got gradients here."""
+        if not any(stash.shared for stash in self.stashes):
+            return self.stashes
+        ids = self.leaves.ids()
+        stashes = [optimizer._amp_stash for optimizer in optimizer_index.listed()]
+        return [stash for stash in stashes if not ids.isdisjoint(stash.leaves.ids())]
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
-def _refuse_inside_another(block: OpenBlock) -> None:
-    """Refuse a block inside one that gives gradients to the same tensors, unless both are plain."""
+def _leaves_of(stashes: list[OptimizerState]) -> Leaves:
+    """The leaves of optimizers with these ``stashes``, each once."""
+    if len(stashes) == 1:
+        return stashes[0].leaves
+    masters = {id(master): master for stash in stashes for master in stash.leaves.masters}
+    masterless = {id(param): param for stash in stashes for param in stash.leaves.masterless}
+    return Leaves(list(masters.values()), list(masterless.values()))
+
+
+def _refuse_inside_another(block: Block) -> None:
+    """Refuse a block inside one that gives gradients to the same tensors."""
     outer = open_block_of(block.leaves)
-    if outer is None or (outer.is_plain and block.is_plain):
+    if outer is None:
         return
     if any(optimizer in outer.optimizers for optimizer in block.optimizers):
         raise RuntimeError(

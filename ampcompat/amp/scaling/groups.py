@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
-import weakref
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,10 +18,8 @@ from ampcompat.amp.half.devices import model_index
 from ampcompat.amp.half.masters import Master, master_of
 from ampcompat.amp.half.record import ensure_master, note_half, record_of
 from ampcompat.amp.half.saving import hook
-from ampcompat.amp.scaling.mistakes import warn_of
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, Leaves, OptimizerState, optimizer_index
 from ampcompat.amp.scaling.session import Session
-from ampcompat.amp.scaling.unscaling import drop_cleared
 
 #: By the id of a parameter: the modules that hold it, and its name in each.
 SlotsById = dict[int, list[tuple[torch.nn.Module, str]]]
@@ -63,62 +60,25 @@ def _take_in(optimizer: AmpOptimizer) -> None:
     held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
     stash.leaves = Leaves(masters, [param for key, param in held.items() if key not in sides])
     stash.groups = [list(group["params"]) for group in optimizer.param_groups]
-    _note_when_gone(optimizer, stash.leaves.ids())
 
 
-def _note_when_gone(optimizer: AmpOptimizer, ids: set[int]) -> None:
-    """Have the ``ids`` of its leaves noted when ``optimizer`` is collected: another may come in its place."""
-    stash = optimizer._amp_stash
-    if stash.when_gone is not None:
-        stash.when_gone.detach()
-    stash.when_gone = weakref.finalize(optimizer, _note_gone, optimizer_index.gone, ids)
-    stash.when_gone.atexit = False
-
-
-def follow_groups(of_new_models: Set[int] = frozenset()) -> None:
+def follow_groups() -> None:
     """Follow the groups of all optimizers under amp where they have changed: a tensor may have gone to another.
 
-    A tensor that comes to an optimizer, and that none held, may have a gradient: blocks give gradients to every tensor
-    of a loss, and unscale the ones of their own optimizers. Where losses were scaled, such a gradient is dropped.
-
-    Args:
-        of_new_models: Ids of tensors in models that come under amp now. No block can have reached them; optimizers of
-            earlier calls may hold them, and step their masters from now on.
+    Blocks give gradients to every tensor of a loss, and unscale those of their own optimizers. So what comes to an
+    optimizer, and no other holds, comes without a gradient where losses are scaled.
     """
     optimizers = optimizer_index.listed()
     known = {key for optimizer in optimizers for key in optimizer._amp_stash.leaves.ids()}
-    known.update(of_new_models)
-    known.update(optimizer_index.gone)
     for optimizer in optimizers:
         stash = optimizer._amp_stash
-        if _is_up_to_date(optimizer, stash) and stash.leaves.ids().isdisjoint(of_new_models):
+        if _is_up_to_date(optimizer, stash):
             continue
-        drop_cleared(stash.leaves.masters)  # one that leaves may come back, when a later block has given it another
         _take_in(optimizer)
         if stash.session.has_scaled:
-            stash.checks_gradients = True  # an overflow may have left gradients of what it holds now
-            _drop_gradients(stash.leaves.part(stash.leaves.ids() - known))
-    _note_shared(optimizers)
-
-
-def _drop_gradients(newcomers: Leaves) -> None:
-    """Drop the gradients of ``newcomers``, with a warning if there are any."""
-    for master in newcomers.masters:
-        master.drop_gradient()
-    for leaf in newcomers.tensors():
-        if leaf.grad is not None:
-            leaf.grad = None
-            warn_of("scaled gradients of a later param")
-
-
-def _note_gone(gone: set[int], ids: set[int]) -> None:
-    """Add to ``gone`` the ``ids`` of the leaves of an optimizer that was collected: it shares them no more."""
-    gone.update(ids)  # after a reset, this set is no longer ``optimizer_index.gone``
-    _note_shared(optimizer_index.listed())
-
-
-def _note_shared(optimizers: list[AmpOptimizer]) -> None:
-    """Note which of ``optimizers`` hold a leaf that another one holds, too."""
+            for leaf in stash.leaves.tensors():
+                if id(leaf) not in known:
+                    leaf.grad = None
     holders: dict[int, int] = {}
     for optimizer in optimizers:
         for key in optimizer._amp_stash.leaves.ids():

@@ -3,43 +3,14 @@
 This is all that a step needs of a scaler; ``scaler.LossScaler`` adds apex's names. apex moved the scale on the host
 (``apex/amp/scaler.py: LossScaler.update_scale``).
 
-When a block ends, its backward pass is *counted*: the scale makes its transition. Two keywords of ``scale_loss`` leave
-the pass *uncounted*; the next transition counts it too, and backs off if any of its passes has overflowed:
-
-======================  ============================================  ============================================
-what                    ``delay_unscale``                             ``delay_overflow_check``
-======================  ============================================  ============================================
-:class:`Transition`     ``AT_STEP``                                   ``BY_SCRIPT``
-counted at the latest   by the next block without the keyword, step   by the next block without either keyword, or
-                        or ``amp.master_params``                      where the script calls ``update_scale()``
-the scaler knows by     ``uncounted``, with ``counted_by_step``       ``uncounted``
-the optimizer knows by  ``scalers_to_move``                           nothing
-its overflow is in      ``overflows``: it skips the next step         ``overflows_for_script``: it skips the next
-                                                                      step, unless the script has called
-                                                                      ``update_scale()`` (``script_decides``)
-======================  ============================================  ============================================
-
-:meth:`MovingScale.adjust` alone makes transitions. It is called by
-
-==============================  ====================================  ============================================
-caller                          when                                  of which scalers
-==============================  ====================================  ============================================
-``Block._unscale``              a block ends                          that of its loss
-``unreduced._count``            a block ends, of gradients that have  those whose passes have waited for it
-                                been averaged; a step, where the
-                                script has averaged them
-``MovingScale.move_at_step``    the next block without                those whose passes ``delay_unscale`` has left
-                                ``delay_unscale``, a step,            uncounted
-                                ``amp.master_params``
-``LossScaler.update_scale``     the script calls it                   that one
-==============================  ====================================  ============================================
-
-Scripts also write the scale, and load it: see ``scaler``.
+When a block ends, its backward pass is *counted*: the scale makes its transition (:meth:`MovingScale.adjust`). A block
+with ``delay_unscale`` or ``delay_overflow_check``, or one that an exception has left, puts that off
+(:meth:`MovingScale.put_off`): its flag is ``pending`` until the next block counts it, or the script by
+``LossScaler.update_scale()``. The optimizer notes the flag at once, so that its step is skipped all the same.
 """
 
 from __future__ import annotations
 
-from enum import Enum
 from operator import attrgetter
 from typing import Any
 
@@ -56,32 +27,6 @@ CEILING = 2.0**127
 
 _DTYPE = attrgetter("dtype")
 _DEVICE_AND_DTYPE = attrgetter("device", "dtype")
-
-
-class Transition(Enum):
-    """When a backward pass is counted: at the end of its block, or later, as the head of this module says."""
-
-    NOW = "at the end of the block"
-    #: With ``delay_unscale``.
-    AT_STEP = "with the next step, at the latest"
-    #: With ``delay_overflow_check``.
-    BY_SCRIPT = "by the script"
-
-
-class UncountedPasses:
-    """Backward passes that have left a scale alone since its last transition: the next one counts them.
-
-    Attributes:
-        found_inf: The flag that tells whether any of them overflowed.
-        counted_by_step: Whether a step counts them, where no later backward pass has: one of them was
-            :attr:`Transition.AT_STEP`.
-        script_decides: Whether the script itself decides about their steps: it has called ``update_scale()``.
-    """
-
-    def __init__(self, found_inf: torch.Tensor) -> None:
-        self.found_inf = found_inf
-        self.counted_by_step = False
-        self.script_decides = False
 
 
 class MovingScale:
@@ -102,7 +47,8 @@ class MovingScale:
         smallest: The limit of back-off.
         largest: The limit of growth.
         last_pass: The flag of the last backward pass.
-        uncounted: The passes since the last transition that have left the scale alone; None: there are none.
+        pending: The flag of passes since the last transition that have put theirs off; None: there are none. Optimizers
+            hold the same tensor, so that a script which counts the passes itself can clear it for them.
     """
 
     def __init__(self, growth_factor: float) -> None:
@@ -117,7 +63,7 @@ class MovingScale:
         self.smallest = FLOOR
         self.largest = CEILING
         self.last_pass: torch.Tensor | None = None
-        self.uncounted: UncountedPasses | None = None
+        self.pending: torch.Tensor | None = None
         self._found_inf: dict[torch.device, torch.Tensor] = {}  # of gradients unscaled since the last transition
 
     @property
@@ -153,23 +99,25 @@ class MovingScale:
 
         ``scale`` is what they were scaled by (0-dim float32), where that may not be the current scale. No host sync.
         """
+        self.multiply_grads(grads, _torch.inverse_of(self.current_scale() if scale is None else scale))
+
+    def multiply_grads(self, grads: Any, factor: torch.Tensor) -> None:
+        """Multiply ``grads``, dense tensors of any device and dtype, by ``factor`` in place; note any inf or NaN."""
         alike = len(set(map(_DTYPE, grads))) == 1 and len(set(map(torch.Tensor.get_device, grads))) == 1
         if not alike:  # no gradients, or one kernel call for each device and dtype
             for kind in dict.fromkeys(map(_DEVICE_AND_DTYPE, grads)):
-                self.unscale_grads([grad for grad in grads if _DEVICE_AND_DTYPE(grad) == kind], scale)
+                self.multiply_grads([grad for grad in grads if _DEVICE_AND_DTYPE(grad) == kind], factor)
             return
         device = grads[0].device
         if grads[0].is_complex():
             grads = [torch.view_as_real(grad) for grad in grads]
-        if scale is None:
-            scale = self._make_on(device) if self.scale is None else self.scale
-        if scale.device != device:
-            scale = _torch.moved_to(device, scale)
+        if factor.device != device:
+            factor = _torch.moved_to(device, factor)
         found_inf = self._found_inf.get(device)
         if found_inf is None:
-            found_inf = torch.zeros_like(scale)
+            found_inf = torch.zeros_like(factor)
             self._found_inf[device] = found_inf
-        _torch.unscale_and_check_(grads, found_inf, _torch.inverse_of(scale))
+        _torch.unscale_and_check_(grads, found_inf, factor)
 
     def take_found_inf(self) -> torch.Tensor | None:
         """The flag of the gradients unscaled since the last transition, which is forgotten; None where none were."""
@@ -189,28 +137,33 @@ class MovingScale:
         self._found_inf = {}
 
     # -- the transition ------------------------------------------------------------------------------------------------
-    def adjust(self, found_inf: torch.Tensor | None, when: Transition = Transition.NOW) -> torch.Tensor | None:
-        """Make the transition for a backward pass: back off, grow, or only count; or leave it uncounted. No host sync.
+    def adjust(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
+        """Make the transition for a backward pass: back off, grow, or only count. No host sync.
 
         Args:
             found_inf: The flag of the pass, of :meth:`take_found_inf`; None where no gradient was unscaled.
-            when: When the scale moves for it.
 
         Returns:
             The flag for the step, which must be skipped if it is set; None for a static scale, which never skips.
         """
+        pending = self.pending
+        self.pending = None
         if not self.is_dynamic:
             self.last_pass = found_inf
-            if when is Transition.NOW:
-                self.count_clean_pass()
+            self.count_clean_pass()
             return None
         flag = self.note_pass(found_inf)
-        if when is not Transition.NOW:
-            self._leave_uncounted(flag, when)
-            return flag
-        self._move(flag if self.uncounted is None else torch.maximum(flag, self.uncounted.found_inf))
-        self.uncounted = None
+        self._move(flag if pending is None else torch.maximum(flag, pending))
         return flag
+
+    def put_off(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
+        """Leave a pass to the next transition; returns the flag for the step, as :meth:`adjust` does. No host sync."""
+        flag = self.note_pass(found_inf)
+        if self.pending is None:
+            self.pending = flag.clone()
+        else:
+            self.pending.copy_(torch.maximum(self.pending, flag))
+        return self.pending if self.is_dynamic else None
 
     def _move(self, found_inf: torch.Tensor) -> None:
         """Back off where ``found_inf`` is set, else count a clean pass, and grow after enough of them. No host sync.
@@ -231,20 +184,6 @@ class MovingScale:
         # A scale that a script wrote past a limit stays there until it moves.
         moved = torch.where(scale > before, scale.clamp(max=self.largest), scale)
         scale.copy_(torch.where(moved < before, moved.clamp(min=self.smallest), moved))
-
-    def _leave_uncounted(self, flag: torch.Tensor, when: Transition) -> None:
-        """Leave a pass with this ``flag`` to the next transition."""
-        if self.uncounted is None:
-            self.uncounted = UncountedPasses(flag)
-        else:
-            self.uncounted.found_inf = torch.maximum(self.uncounted.found_inf, flag)
-        if when is Transition.AT_STEP:
-            self.uncounted.counted_by_step = True
-
-    def move_at_step(self) -> None:
-        """Count passes that were left to a step, where none has counted them since. No host sync."""
-        if self.uncounted is not None and self.uncounted.counted_by_step:
-            self.adjust(self.uncounted.found_inf)
 
     def note_pass(self, found_inf: torch.Tensor | None) -> torch.Tensor:
         """Keep ``found_inf`` as the flag of the last pass, next to the scale; return it."""
@@ -268,9 +207,9 @@ class MovingScale:
             self.clean_passes.add_(1)
 
     def scale_after_back_off(self) -> torch.Tensor:
-        """The scale to print for a skipped step, back-off for uncounted passes included. No host sync."""
+        """The scale to print for a skipped step, back-off for passes that have put it off included. No host sync."""
         scale = self.current_scale()
-        if not self.is_dynamic or self.uncounted is None:
+        if not self.is_dynamic or self.pending is None:
             return scale
         backed_off = (scale * self.backoff_factor).clamp(min=self.smallest)
-        return torch.where(self.uncounted.found_inf != 0, backed_off, scale)
+        return torch.where(self.pending != 0, backed_off, scale)

@@ -19,18 +19,13 @@ import torch
 from ampcompat import _torch
 from ampcompat.amp.casts.contexts import CastsOff, cast_state, save
 from ampcompat.amp.half.masters import align_written, master_of, push_all
-from ampcompat.amp.observers import notify, observer_state
-from ampcompat.amp.scaling import backward_methods
-from ampcompat.amp.scaling.clearing import clear_by_optimizer
+from ampcompat.amp.scaling.block import block_state, open_block_of
 from ampcompat.amp.scaling.closures import step_with_closure
+from ampcompat.amp.scaling.gradients import clear_by_optimizer, drop_cleared, post_amp_backward, prepare_amp_backward
 from ampcompat.amp.scaling.groups import follow_changes, follow_groups, give_back_params, match_state
-from ampcompat.amp.scaling.mistakes import warn_of
-from ampcompat.amp.scaling.open_blocks import block_state, is_in_block, open_block_of
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, optimizer_index, optimizer_under_amp
 from ampcompat.amp.scaling.session import Session
 from ampcompat.amp.scaling.steps import make_or_skip_step, report_all
-from ampcompat.amp.scaling.unreduced import averages_by_script
-from ampcompat.amp.scaling.unscaling import drop_cleared
 
 
 # -- step --------------------------------------------------------------------------------------------------------------
@@ -76,23 +71,19 @@ def _with_arguments(
 def _refuse_in_block(optimizer: AmpOptimizer, stash: OptimizerState) -> None:
     """Refuse a step inside a block that gives gradients to tensors of ``optimizer``."""
     open_block = open_block_of(stash.leaves)
-    if open_block is None or open_block.is_plain:
+    if open_block is None:
         return
-    if optimizer in open_block.optimizers:
-        is_scaled = open_block.scale is not None
-        if is_scaled:
-            gradients = "gradients are still multiplied by the loss scale there"
-        else:
-            gradients = "master weights get their gradients at its end"
-        raise RuntimeError(
-            f"optimizer.step() inside its scale_loss block - {gradients} - leave the block first: `with"
-            " amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, then step."
-        )
-    other = type(open_block.optimizers[0]).__name__
+    is_scaled = open_block.scale is not None
+    if is_scaled:
+        gradients = "gradients are still multiplied by the loss scale there"
+    else:
+        gradients = "master weights get their gradients at its end"
+    whose = "its scale_loss block"
+    if optimizer not in open_block.optimizers:
+        whose = f"the scale_loss block of a {type(open_block.optimizers[0]).__name__} that shares parameters with it"
     raise RuntimeError(
-        f"optimizer.step() inside the scale_loss block of another optimizer ({other}) that shares parameters with this"
-        " one - their gradients are still multiplied by the loss scale there, or saved - leave the block first, then"
-        " step (D38)."
+        f"optimizer.step() inside {whose} - {gradients} - leave the block first: `with"
+        " amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, then step (D38)."
     )
 
 
@@ -116,21 +107,13 @@ def step_was_skipped(optimizer: Any) -> bool:
 def prepare_masters(optimizer: AmpOptimizer) -> None:
     """Make the masters of ``optimizer`` ready for a script that asks for them.
 
-    They follow what it did to the model's weights and gradients. Outside of blocks, scales move that ``delay_unscale``
-    has left alone: a script may end an accumulation early, clip, and step.
+    They follow what it did to the model's weights and gradients.
     """
-    if observer_state.observers:
-        notify("on_master_params", optimizer)
     stash: OptimizerState = optimizer._amp_stash
     follow_changes(optimizer)
-    drop_cleared(stash.leaves.masters)
-    if is_in_block(optimizer):
-        return
-    if not block_state.open_blocks:
-        if stash.unreduced is not None and not averages_by_script(stash.leaves):
-            warn_of("unreduced gradients read")
-        stash.move_scales()
-    align_written(stash.leaves.masters)
+    if open_block_of(stash.leaves) is None:
+        drop_cleared(stash.leaves.masters)
+        align_written(stash.leaves.masters)
 
 
 # -- add_param_group ---------------------------------------------------------------------------------------------------
@@ -138,7 +121,7 @@ def add_param_group(optimizer: AmpOptimizer, original: Callable[..., Any], *args
     """Add the group as torch does, then give its half params masters."""
     stash: OptimizerState = optimizer._amp_stash
     open_block = open_block_of(stash.leaves)
-    if open_block is not None and not open_block.is_plain:
+    if open_block is not None:
         raise RuntimeError(
             "optimizer.add_param_group() inside its scale_loss block - the block would not unscale the gradients of the"
             " new parameters - add the group before the block, or after it."
@@ -193,8 +176,6 @@ def detach(optimizer: AmpOptimizer) -> None:
     optimizer_index.live.pop(optimizer, None)
     give_back_params(optimizer)
     match_state(optimizer)
-    if stash.when_gone is not None:
-        stash.when_gone.detach()  # it shares nothing any more
     for name in ("_amp_stash", *_METHODS):
         vars(optimizer).pop(name, None)
     follow_groups()
@@ -249,13 +230,13 @@ def _run_replaced(stash: OptimizerState, replaced: Callable[..., Any], *args: An
 
 # -- methods beside these ----------------------------------------------------------------------------------------------
 #: The first two are amp's own, the others have apex's private names. apex made masters in the next two; those of amp
-#: exist since ``initialize``. Blocks call the last two where a script has put its own in their place.
+#: exist since ``initialize``. Blocks never call the last two: one that a script has put in their place is not called.
 _METHODS: dict[str, Callable[..., Any]] = {
     "_amp_prepare_masters": prepare_masters,
     "_amp_follow_step": _follow_step,
     "_amp_lazy_init": follow_changes,
     "_lazy_init_maybe_master_weights": follow_changes,
     "_master_params_to_model_params": lambda optimizer: push_all(optimizer._amp_stash.leaves.masters),
-    "_prepare_amp_backward": backward_methods.prepare_amp_backward,
-    "_post_amp_backward": backward_methods.post_amp_backward,
+    "_prepare_amp_backward": prepare_amp_backward,
+    "_post_amp_backward": post_amp_backward,
 }

@@ -15,7 +15,6 @@ import torch
 from ampcompat import _torch
 from ampcompat._types import is_optimizer
 from ampcompat.amp.scaling.block import Block
-from ampcompat.amp.scaling.loss_scale import Transition
 from ampcompat.amp.scaling.optimizer_state import calls_in_use, optimizer_index, optimizer_under_amp
 from ampcompat.amp.scaling.scaler import check_scaler
 from ampcompat.amp.scaling.session import DISABLED, Session, call_state
@@ -40,10 +39,9 @@ def scale_loss(
             gradients to. An empty list: only other gradients are wanted (of an input); nothing is unscaled.
         loss_id: Which of the ``num_losses`` scalers to use.
         model: Ignored, as under apex.
-        delay_unscale: Leave the scale alone: the next block, step or ``amp.master_params`` moves it. Gradients are
-            unscaled all the same (D55). No need to use it for accumulation: gradients accumulate correctly without.
-        delay_overflow_check: Leave the scale alone; an overflow still skips the step and is counted by the next block,
-            unless the script calls the scaler's ``update_scale()``, and so decides about the step itself.
+        delay_unscale: Leave the scale alone: the next block moves it. Gradients are unscaled all the same (D55), and an
+            overflow skips the step. No need to use it for accumulation: gradients accumulate correctly without.
+        delay_overflow_check: The same. A script that calls the scaler's ``update_scale()`` decides about the step.
 
     Returns:
         A context that yields ``loss.float() * loss_scale``.
@@ -55,12 +53,10 @@ def scale_loss(
         IndexError: ``loss_id`` is no index of ``num_losses`` scalers.
 
     No host sync, except for misuse checks in the first blocks (16 for each loss), and where the loss is on the CPU and
-    the model is not: the scale is where its first loss was. At exit the *new* gradients are unscaled, by the scale of
-    the block's entry, and added to what had accumulated; overflow is noted and the scale moves; the step after an
-    overflow is skipped.
-
-    When the block raises, gradients are as at its entry. Where the scale is always 1, and there are no masters, what
-    the failed pass has added stays, as in plain torch.
+    the model is not: the scale is where its first loss was. Inside the block all gradients of the optimizers are
+    multiplied by its scale, those from before too; at its end they are divided, overflow is noted, and the scale moves;
+    the step after an overflow is skipped. When the block raises, what the failed pass has added stays, as in plain
+    torch, and the scale does not move.
     """
     used_optimizers, session = _optimizers_and_session(optimizers)
     if not session.enabled:
@@ -73,12 +69,7 @@ def scale_loss(
     scaler = session.scalers[loss_id]
     check_scaler(scaler, loss_id)  # a script may have put it there
     scaler.loss_id = loss_id  # it may have been put there by hand
-    transition = Transition.NOW
-    if delay_unscale:
-        transition = Transition.AT_STEP
-    elif delay_overflow_check:
-        transition = Transition.BY_SCRIPT
-    return Block(scaler, used_optimizers, loss, transition)
+    return Block(scaler, used_optimizers, loss, bool(delay_unscale or delay_overflow_check))
 
 
 def _index_of_scaler(loss_id: Any, count: int) -> int:

@@ -171,7 +171,7 @@ class LossScaler(MovingScale):
         """Forget all overflows: of the last pass, and those noted since the last transition."""
         self.forget_last_pass()
         self.forget_found_inf()
-        self.uncounted = None
+        self.pending = None
 
     def forget_last_pass(self) -> None:
         """Forget the flag of the last pass. While it is set, :meth:`unscale` writes nothing."""
@@ -213,15 +213,15 @@ class LossScaler(MovingScale):
         buffer lent to ``_overflow_buf`` is looked at instead: it may hold the overflows of all ranks. As in apex
         (``apex/amp/scaler.py: LossScaler.update_scale``).
         """
-        uncounted = self.uncounted
-        self.uncounted = None
-        if uncounted is not None:
-            uncounted.script_decides = True
+        pending = self.pending
+        self.pending = None
         if self._lent_buffer is not None:
             self.add_found_inf((self._lent_buffer.reshape(()) != 0).float())
-        elif uncounted is not None:
-            self.add_found_inf(uncounted.found_inf)
+        elif pending is not None:
+            self.add_found_inf(pending.clone())
         self.adjust(self.take_found_inf())
+        if pending is not None:
+            pending.zero_()  # the step of the optimizers that have noted it is the caller's
         return self._has_overflow
 
     # -- unscaling by hand ---------------------------------------------------------------------------------------------

@@ -26,8 +26,6 @@ class Session:
         by_init: Whether ``amp.init`` made it.
         has_models: Whether it was given models: its casts outside of them end with the last of these.
         steps: Of all its optimizers, skipped ones included.
-        has_scaled: Whether its blocks may have given tensors of its optimizers scaled gradients: a loss was multiplied
-            by a scale that is not always one. The call takes this over from earlier calls with the same models.
         enabled: False of ``initialize(enabled=False)``, which owns nothing.
         policy: How its models run.
         casting_policies: Its policy, and those of other calls in which ``amp.init`` has turned function casts on. They
@@ -42,7 +40,6 @@ class Session:
     by_init: bool = False
     has_models: bool = False
     steps: int = 0
-    has_scaled: bool = False
     enabled: bool = field(init=False)
     policy: ModelPolicy = field(init=False)
     casting_policies: list[ModelPolicy] = field(init=False)
@@ -52,6 +49,11 @@ class Session:
         self.enabled = bool(self.properties.options["enabled"])
         self.policy = self._make_policy()
         self.casting_policies = [self.policy]
+
+    @property
+    def has_scaled(self) -> bool:
+        """Whether its blocks may have left scaled gradients in tensors that its optimizers do not hold."""
+        return any(scaler.scale is not None for scaler in self.scalers)
 
     def _make_policy(self) -> ModelPolicy:
         options = self.properties.options

@@ -19,16 +19,13 @@ import torch
 from ampcompat import _torch
 from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.half.masters import Master, align_written, push_all
-from ampcompat.amp.half.record import check_replaced
 from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, FlagCopy, OptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
-from ampcompat.amp.scaling.unreduced import count_averaged
-from ampcompat.amp.scaling.unscaling import any_non_finite, drop_cleared
+from ampcompat.amp.scaling.gradients import any_non_finite, drop_cleared
 
-#: A flag that skips a step if it is set (0-dim float32 on a device, not 0), and the scaler of the block that found it;
-#: no scaler where the step looked at gradients that an earlier overflow may have left.
-StepFlag = tuple[LossScaler | None, torch.Tensor]
+#: A flag that skips a step if it is set (0-dim float32 on a device, not 0), and the scaler of the block that found it.
+StepFlag = tuple[LossScaler, torch.Tensor]
 R = TypeVar("R")
 
 
@@ -36,11 +33,12 @@ R = TypeVar("R")
 def make_or_skip_step(optimizer: AmpOptimizer, stash: OptimizerState, original: Callable[..., Any]) -> Any:
     """Read the flags and make the step or skip it; or lend them to an optimizer that skips by itself."""
     make_ready(optimizer, stash)
-    flags = flags_of(stash)
+    flags = stash.overflows
     if flags and skips_on_device(optimizer):
         return _step_on_device(optimizer, stash, flags, original)
     if flags:
-        report_all(stash)
+        if stash.undecided_steps:
+            report_all(stash)
         overflowed = flags_set(flags)
         if overflowed:
             announce_skip(overflowed)
@@ -54,42 +52,33 @@ def make_or_skip_step(optimizer: AmpOptimizer, stash: OptimizerState, original: 
 # -- before it ---------------------------------------------------------------------------------------------------------
 @_torch.eager
 def make_ready(optimizer: AmpOptimizer, stash: OptimizerState) -> None:
-    """Do what has waited for a step: transitions of the scale, messages, and masters that follow the model."""
-    stash.move_scales()
-    if stash.unreduced is not None:
-        count_averaged(stash)
-    report_arrived(stash)
+    """Do what has waited for a step: messages, and masters that follow the model."""
+    if stash.unreduced:
+        _count_averaged(stash)
+    if stash.undecided_steps:
+        report_arrived(stash)
     masters = stash.leaves.masters
     if masters:
         drop_cleared(masters)
-        check_replaced(masters)
         align_written(masters)
     if observer_state.observers:
         notify("before_step", optimizer)
 
 
-# -- overflows ---------------------------------------------------------------------------------------------------------
-@_torch.eager
-def flags_of(stash: OptimizerState) -> list[StepFlag]:
-    """The flags any of which skips the next step."""
-    flags: list[StepFlag] = [*stash.skipping_flags()]
-    if stash.checks_gradients or stash.cleared_overflows:
-        flags += _flags_of_gradients(stash)
-    return flags
-
-
-def _flags_of_gradients(stash: OptimizerState) -> list[StepFlag]:
-    """The flags of what gradients hold now: from an earlier step, or from blocks whose gradients were cleared."""
+def _count_averaged(stash: OptimizerState) -> None:
+    """Count the passes whose gradients the script has averaged by itself: no block has told. No host sync."""
     gradients = stash.leaves.gradients()
     if not gradients:
-        return []
+        return
     found_inf = any_non_finite(gradients)
-    flags: list[StepFlag] = [(None, found_inf)] if stash.checks_gradients else []
-    for scaler, flag in stash.cleared_overflows.items():
-        flags.append((scaler, torch.minimum(flag, _torch.moved_to(flag.device, found_inf))))
-    return flags
+    for scaler in stash.unreduced:
+        flag = scaler.adjust(found_inf)
+        if flag is not None:
+            stash.note_overflow(scaler, flag)
+    stash.unreduced = []
 
 
+# -- overflows ---------------------------------------------------------------------------------------------------------
 @_torch.eager
 def flags_set(flags: list[StepFlag]) -> list[StepFlag]:
     """Read which of ``flags`` (at least one) are set: one host sync."""
@@ -103,25 +92,13 @@ def flags_set(flags: list[StepFlag]) -> list[StepFlag]:
 @_torch.eager
 def announce_skip(overflowed: list[StepFlag]) -> None:
     """Say which scalers' overflows skip a step: one host sync for each scale."""
-    scalers = [scaler for scaler, _ in overflowed]
-    announce([(scaler, 0.0 if scaler is None else scaler.scale_after_back_off().item()) for scaler in scalers])
+    announce([(scaler, scaler.scale_after_back_off().item()) for scaler in dict.fromkeys(scaler for scaler, _ in overflowed)])
 
 
-def announce(overflowed: list[tuple[LossScaler | None, float]]) -> None:
-    """Say which scalers' overflows skipped a step, in apex's words (``apex/amp/handle.py: scale_loss``).
-
-    With no scaler, the step was skipped for gradients that an earlier overflow has left.
-    """
+def announce(overflowed: list[tuple[LossScaler, float]]) -> None:
+    """Say which scalers' overflows skipped a step, in apex's words (``apex/amp/handle.py: scale_loss``)."""
     for scaler, scale in dict(overflowed).items():
-        if scaler is None:
-            maybe_print(
-                "Gradient overflow.  Skipping step, gradients of an earlier overflow were not cleared - call"
-                " zero_grad() after a skipped step (D40)."
-            )
-        else:
-            maybe_print(
-                f"Gradient overflow.  Skipping step, loss scaler {scaler.loss_id} reducing loss scale to {scale}"
-            )
+        maybe_print(f"Gradient overflow.  Skipping step, loss scaler {scaler.loss_id} reducing loss scale to {scale}")
 
 
 # -- on the device -----------------------------------------------------------------------------------------------------
@@ -155,8 +132,7 @@ def _step_on_device(
         del optimizer.grad_scale, optimizer.found_inf
     copies: list[FlagCopy] = []
     for scaler, flag in flags:
-        scale = flag if scaler is None else scaler.scale_after_back_off()
-        copies.append((scaler, _torch.HostCopy([flag, scale])))
+        copies.append((scaler, _torch.HostCopy([flag, scaler.scale_after_back_off()])))
     stash.undecided_steps.append(copies)
     finish(optimizer, stash, skipped=None)
     return result
@@ -177,7 +153,7 @@ def report_all(stash: OptimizerState) -> None:
 
 def _report_oldest(stash: OptimizerState) -> None:
     """Read the flags of the oldest of the undecided steps, and say so if it was skipped."""
-    overflowed: list[tuple[LossScaler | None, float]] = []
+    overflowed: list[tuple[LossScaler, float]] = []
     for scaler, copied in stash.undecided_steps.pop(0):
         flag, scale = copied.read()
         if flag:
@@ -200,19 +176,11 @@ def update_weights(
         return original(*args, **kwargs)
     if not _torch.has_step_hooks(optimizer):
         result = original(*args, **kwargs)
-        push(masters)
+        push_all(masters)
         return result
     align = functools.partial(align_written, masters)
-    with _torch.around_update(optimizer, before=align, after=functools.partial(push, masters), later=align):
+    with _torch.around_update(optimizer, before=align, after=functools.partial(push_all, masters), later=align):
         return original(*args, **kwargs)
-
-
-@_torch.eager
-def push(masters: list[Master]) -> None:
-    """Push masters that the optimizer has updated."""
-    if observer_state.observers:
-        notify("before_push", masters)
-    push_all(masters)
 
 
 # -- after it ----------------------------------------------------------------------------------------------------------
@@ -227,4 +195,4 @@ def finish(optimizer: AmpOptimizer, stash: OptimizerState, skipped: bool | None)
         if observer_state.observers:
             notify("on_step", optimizer, skipped)
     finally:
-        stash.drop_used_gradients(skipped)
+        stash.drop_used_gradients()

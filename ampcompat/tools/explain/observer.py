@@ -20,7 +20,6 @@ from ampcompat.tools.core import (
     LossScaler,
     Optimizer,
     count_of_scalers,
-    has_old_gradients,
     optimizer_name,
     overflowed_scalers,
     rank,
@@ -189,10 +188,6 @@ class OverflowExplainer:
             return
         name = self._name_of_step(steps.seen, optimizer)
         name = name[0].upper() + name[1:]
-        if not overflowed and has_old_gradients(optimizer):
-            head = f"{name} was skipped, though its own gradients did not overflow."
-            self.diagnosis.tell_of_old_gradients(head, lost, steps.seen, optimizer)
-            return
         persists = overflows_persist(steps.last, scale)
         why = ": a gradient is not finite."
         if persists:

@@ -91,7 +91,7 @@ class Recorder:
         """Copy the numbers of the scaler, unless the step is to move the scale."""
         if _torch.is_capturing():  # a replay runs no Python
             return
-        moves_later = scaler.uncounted is not None
+        moves_later = scaler.pending is not None
         numbers = None if moves_later else numbers_of(scaler)
         for optimizer in optimizers:
             self._blocks_of(optimizer).numbers[scaler] = numbers

@@ -1,4 +1,4 @@
-"""Gradients of a ``scale_loss`` block: saved, unscaled, added to their masters'.
+"""Gradients of a ``scale_loss`` block: scaled as it begins, unscaled as it ends, added to their masters'.
 
 A half weight gets gradient 2 at scale 1024; then, since the scale has grown, gradient 3 at scale 2048. At levels with
 masters:
@@ -7,12 +7,10 @@ masters:
 when                                  ``p.grad`` of the half weight               ``grad`` of its master, unscaled
 ====================================  ==========================================  =====================================
 first block, after ``backward``       2048                                        None
-it ends (:func:`unscale_new`)         2048, until it is cleared                   2
+it ends (:func:`unscale_all`)         2048, until it is cleared                   2
 second block begins                   None                                        2
 after ``backward``                    6144                                        2
 it ends                               6144: this pass alone                       5
-or it gave this weight no gradient    2                                           2
-or its body raised                    2                                           2
 ``step``, made or skipped             as it is, until it is cleared               None
 ====================================  ==========================================  =====================================
 
@@ -21,18 +19,17 @@ A float32 parameter has ``p.grad`` alone: the head of ``block`` has the same num
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
+from typing import Any
 
 import torch
 
 from ampcompat import _torch
-from ampcompat._log import say
 from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.half.masters import Master
 from ampcompat.amp.scaling.adapter import Adapter, adapter_state
-from ampcompat.amp.scaling.open_blocks import OpenBlock
-from ampcompat.amp.scaling.optimizer_state import Leaves
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, Leaves, OptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
 
 HalfGradients = dict[Master, torch.Tensor]  # by the master that they belong to
@@ -42,15 +39,12 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 # -- before a backward pass --------------------------------------------------------------------------------------------
-def save_grads(leaves: Leaves, saved: dict[torch.Tensor, torch.Tensor]) -> None:
-    """Take unscaled gradients out of ``p.grad``, into ``saved``; the sums of half weights are in their masters."""
-    for master in leaves.masters:
-        if master.half.grad is None:
-            if master.grad_shown:
-                master.drop_gradient()  # a script has cleared it in the model
-        else:
-            master.half.grad = None
-            master.grad_shown = False
+def set_aside(leaves: Leaves, saved: dict[torch.Tensor, torch.Tensor]) -> None:
+    """Take older gradients out of ``p.grad``, into ``saved``; the sums of half weights are with their masters.
+
+    So an overflow of the new backward pass is told from one that is there already, as apex told it.
+    """
+    _note_cleared(leaves.masters)
     for param in leaves.masterless:
         grad = param.grad
         if grad is None:
@@ -61,21 +55,52 @@ def save_grads(leaves: Leaves, saved: dict[torch.Tensor, torch.Tensor]) -> None:
         param.grad = None
 
 
+def scale_unreduced(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) -> None:
+    """Multiply older gradients, those of this process alone, by ``scale``: they are averaged with the new ones."""
+    _note_cleared(leaves.masters)
+    _show_unreduced(leaves.masters, scale)
+    grads = _masterless_grads(leaves.masterless)
+    if scale is not None and grads:
+        with torch.no_grad():
+            scaler.multiply_grads(grads, scale)
+        scaler.forget_found_inf()
+
+
+def _note_cleared(masters: list[Master]) -> None:
+    for master in masters:
+        half = master.half
+        if half.grad is not None:
+            half.grad = None
+        elif master.grad_shown:
+            master.value.grad = None  # a script has cleared it in the model
+        master.grad_shown = False
+
+
+def _show_unreduced(masters: list[Master], scale: torch.Tensor | None) -> None:
+    for master in masters:
+        older = master.value.grad
+        master.value.grad = None
+        if older is not None:
+            wide = older if scale is None else older * _torch.moved_to(older.device, scale)
+            master.half.grad = wide.to(master.dtype)
+
+
 # -- after a backward pass ---------------------------------------------------------------------------------------------
-def unscale_new(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) -> bool:
-    """Unscale the new gradients of ``leaves``, and add the gradients of half weights to their masters'.
+def unscale_all(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None, *, is_shared: bool) -> bool:
+    """Unscale the gradients of ``leaves``, and add those of half weights to their masters'.
 
     Args:
         leaves: Whose gradients.
         scaler: Notes inf and NaN.
         scale: What the gradients were multiplied by; None where nothing was scaled.
+        is_shared: Whether all ranks come here, so that they can tell each other of overflows: not after an exception.
 
     Returns:
         Whether there were any.
     """
     half_gradients = {master: grad for master in leaves.masters if (grad := master.half.grad) is not None}
     masterless_grads = _masterless_grads(leaves.masterless)
-    has_new_grads = bool(half_gradients or masterless_grads)
+    has_gradients = bool(half_gradients or masterless_grads)
     if any(map(_REQUIRES_GRAD, half_gradients.values())) or any(map(_REQUIRES_GRAD, masterless_grads)):
         _unscale_in_graph(leaves, scaler, scale)
         half_gradients = {master: grad for master, grad in half_gradients.items() if not grad.requires_grad}
@@ -86,13 +111,13 @@ def unscale_new(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) 
             masterless_grads = []  # unscaled with the first chunk, in the same kernel
     elif masterless_grads and scale is not None:
         scaler.unscale_grads(masterless_grads, scale)
-    if scale is not None:
+    if scale is not None and is_shared:
         for adapter in adapter_state.adapters:
             _share_overflow(adapter, scaler, leaves.masterless)
     if len(half_gradients) < len(leaves.masters):
-        drop_cleared(leaves.masters)  # a script may zero gradients in the block, and then clear some
-        show_sums(leaves.masters)
-    return has_new_grads
+        for master in leaves.masters:  # so that ``p.grad = None`` clears both
+            master.show_gradient()
+    return has_gradients
 
 
 def _masterless_grads(params: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -140,6 +165,7 @@ def _divided(grad: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     return wide * _torch.inverse_of(_torch.moved_to(grad.device, scale))
 
 
+@torch.no_grad()
 def add_saved(saved: dict[torch.Tensor, torch.Tensor]) -> None:
     """Add the gradients that were ``saved`` to those that came since, and empty ``saved``."""
     sums: list[torch.Tensor] = []
@@ -245,55 +271,85 @@ def _can_add_half(half_gradients: HalfGradients) -> bool:
     return all(grad is not None and not grad.is_sparse for grad in accumulated)
 
 
-# -- sums in the model -------------------------------------------------------------------------------------------------
-@_torch.without_grad
-def show_sums(masters: Iterable[Master]) -> None:
-    """Show the sums of ``masters`` in the model again where their block is over and gave them nothing.
-
-    Outside of blocks a master that has a gradient shows one in the model, so that ``p.grad = None`` clears both.
-    """
-    for master in masters:
-        master.show_gradient()
-
-
-# -- gradients that a script has cleared -------------------------------------------------------------------------------
+# -- gradients that are cleared ----------------------------------------------------------------------------------------
 def drop_cleared(masters: Iterable[Master]) -> None:
     """Drop the gradients of masters where the model showed them, and a script has cleared them there.
 
-    Nothing tells of ``p.grad = None``. So whatever reads the gradients of masters, adds to them or puts others in their
-    place looks first: a block as it begins, ends and is undone, a step, ``zero_grad``, ``amp.master_params``, and the
-    look-up of changed groups.
+    Nothing tells of ``p.grad = None``. So blocks look as they begin, steps, and ``amp.master_params``.
     """
     for master in masters:  # no call for each: models have thousands
         if master.grad_shown and master.half.grad is None:
             master.drop_gradient()
 
 
-# -- gradients that are lost -------------------------------------------------------------------------------------------
-def clear_partly_unscaled(block: OpenBlock) -> None:
-    """Clear what an exception has left partly unscaled. Optimizers step without what is None."""
-    block.scaler.forget_found_inf()
-    clear_in_model(block.leaves)
-    for master in block.leaves.masters:
-        master.drop_gradient()
-    block.saved.clear()
-    say("Unscaling raised: the gradients that were to be unscaled are cleared.")
-
-
-def clear_in_model(leaves: Leaves) -> None:
-    """Clear the gradients of ``leaves`` in the model, and those that a wrapper keeps for a later backward pass."""
+def clear(leaves: Leaves) -> None:
+    """Clear the gradients of ``leaves``: optimizers step without what is None."""
     for master in leaves.masters:
         master.half.grad = None
-        master.grad_shown = False
+        master.drop_gradient()
     for param in leaves.masterless:
         param.grad = None
-    drop_unreduced(leaves)
 
 
-def drop_unreduced(leaves: Leaves) -> None:
-    """Drop the gradients of ``leaves`` that a wrapper keeps for a later backward pass."""
-    for adapter in adapter_state.adapters:
-        adapter.drop_unreduced_gradients(leaves.tensors())
+@_torch.eager
+def clear_by_optimizer(optimizer: AmpOptimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Clear gradients as asked: of masters, by the ``original`` method, and with them those of the model.
+
+    As apex did (``apex/amp/_process_optimizer.py``). ``model.zero_grad()`` clears those of the model: a block or step
+    finds None there.
+    """
+    stash: OptimizerState = optimizer._amp_stash
+    original(*args, **kwargs)
+    stash.unreduced = []
+    masters = stash.leaves.masters
+    asked_for_zeros = (args and args[0] is False) or kwargs.get("set_to_none") is False
+    if masters and asked_for_zeros:
+        _zero_half_gradients(masters)
+        return
+    for master in masters:
+        master.half.grad = None
+        master.grad_shown = False
+
+
+@_torch.without_grad
+def _zero_half_gradients(masters: list[Master]) -> None:
+    """Zero half gradients; their masters get zeros: as in plain torch, momentum and weight decay move such weights."""
+    for master in masters:
+        grad = master.half.grad
+        if grad is None:
+            continue
+        if grad.grad_fn is not None:  # a view of DDP's bucket cannot be detached in place
+            grad.detach_()
+        grad.requires_grad_(False).zero_()
+        if master.value.grad is None:
+            master.value.grad = torch.zeros_like(master.value)
+        master.grad_shown = True
+
+
+# -- by a script's own block -------------------------------------------------------------------------------------------
+def prepare_amp_backward(optimizer: AmpOptimizer) -> None:
+    """Put gradients aside (``apex/amp/_process_optimizer.py: prepare_backward_with_master_weights``).
+
+    For scripts that scale a loss themselves, and call :func:`post_amp_backward` then. Blocks call neither.
+    """
+    stash: OptimizerState = optimizer._amp_stash
+    for master in stash.leaves.masters:
+        master.half.grad = None
+        master.grad_shown = False
+    for param in stash.leaves.masterless:
+        if param.grad is not None:
+            stash.put_aside[param] = param.grad
+            param.grad = None
+
+
+@_torch.without_grad
+def post_amp_backward(optimizer: AmpOptimizer, scaler: LossScaler) -> None:
+    """Unscale new gradients, and add those put aside; the caller moves the scale, by ``scaler.update_scale()``."""
+    stash: OptimizerState = optimizer._amp_stash
+    unscale_all(stash.leaves, scaler, scaler.current_scale())
+    for param, older in stash.put_aside.items():
+        param.grad = older if param.grad is None else _torch.sum_of(param.grad, older)
+    stash.put_aside = {}
 
 
 # -- what gradients hold -----------------------------------------------------------------------------------------------
