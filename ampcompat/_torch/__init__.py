@@ -31,8 +31,8 @@ from ampcompat._torch.arithmetic import (
     has_fused_kernels,
     host_value,
     inverse_of,
-    is_window,
     is_capturing,
+    is_window,
     moved_to,
     sum_of,
     unscale_and_check_,
@@ -124,6 +124,7 @@ from ampcompat._torch.parameters import (
     memory_of,
     set_data,
     set_versions,
+    share_attributes,
     watch_collectives,
     watch_parameter_data,
 )

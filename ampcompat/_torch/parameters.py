@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from sys import getrefcount
-from types import SimpleNamespace
 from typing import Any, Final, Protocol
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from ampcompat._torch.patch import replace
 
@@ -33,50 +33,52 @@ set_versions = _set_version if _TAKES_LISTS else _set_versions_one_by_one
 
 def data_of(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor.data``, which is not noted."""
-    data: torch.Tensor = _DATA.__get__(tensor) if type(tensor) is torch.nn.Parameter else tensor.data
+    data: torch.Tensor = tensor.data if _has_data_of_its_own(tensor) else _DATA.__get__(tensor)
     return data
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """``tensor.data = data``, which is not noted."""
-    if type(tensor) is torch.nn.Parameter:
-        _DATA.__set__(tensor, data)
-    else:  # a class of another's may have a property of its own
+    if _has_data_of_its_own(tensor):
         tensor.data = data
+    else:
+        _DATA.__set__(tensor, data)
+
+
+def _has_data_of_its_own(tensor: torch.Tensor) -> bool:
+    """Whether the class of ``tensor``, of another's making, has a property ``data`` of its own."""
+    cls: Any = type(tensor)
+    return cls.data is not torch.nn.Parameter.data and cls.data is not _DATA
 
 
 # -- writes through ``data`` -------------------------------------------------------------------------------------------
-_REUSABLE: Final = hasattr(torch.Tensor, "_use_count")
-
-
-def _count_alone(holder: Any) -> int:
-    """What ``getrefcount`` says of an object that an attribute and a local name hold; Python 3.14 borrows for names."""
-    latest = holder.latest
-    count = getrefcount(latest)
-    return count if latest is not None else 0
-
-
-_ALONE: Final = _count_alone(SimpleNamespace(latest=object()))
+# Bound once: each ``param.data`` asks them.
+_use_count: Final[Any] = getattr(torch.Tensor, "_use_count", lambda tensor: 2)  # without it, no tensor is given twice
+_number_of_modes: Final = torch._C._len_torch_dispatch_stack
 
 
 class DataWrites:
     """Knows of writes to one tensor that do not move its version: through its ``data``, and what :meth:`add` notes.
 
     ``tensor.data`` is another tensor at each access, with a version of its own. What was given out is kept: if its
-    version has moved, the tensor was written. One that nothing else holds, and that was not written, is given out again.
+    version has moved, the tensor was written. As long as no script, view or graph holds it, it is given out again.
+
+    Where threads ask at once, callers of all methods but :meth:`given_again` hold one lock.
 
     Attributes:
         latest: What ``data`` gave out last.
-        version: Its version then.
+        version: Its version when both copies were equal, or when it was made.
+        address: Where its memory is.
         held: Earlier ones that were held when ``data`` was asked for again, with their versions.
         happened_before: Whether there was a write through one that is not kept any more, or one that was noted.
     """
 
-    __slots__ = ("happened_before", "held", "latest", "version")
+    __slots__ = ("address", "happened_before", "held", "latest", "version")
 
     def __init__(self) -> None:
         self.latest: torch.Tensor | None = None
         self.version = 0
+        self.address = 0
         self.held: list[tuple[torch.Tensor, int]] = []
         self.happened_before = False
 
@@ -98,65 +100,116 @@ class DataWrites:
         if self.latest is not None:
             self.version = self.latest._version
         if self.held:
-            self.held = [(data, data._version) for data, _ in self.held if getrefcount(data) > _ALONE or _is_used(data)]
+            references = [TensorWeakRef(data) for data, _ in self.held]
+            self.held = []
+            held = [data for reference in references if (data := reference()) is not None]
+            self.held = [(data, data._version) for data in held]
 
-    def data_of(self, param: torch.Tensor) -> torch.Tensor:
-        """``param.data``, writes through which are known."""
+    def given_again(self, param: torch.Tensor) -> torch.Tensor | None:
+        """``param.data`` as it was given out last, if it can be given out again; else None."""
         latest = self.latest
-        if latest is not None:
-            if (
-                latest._version == self.version
-                and getrefcount(latest) == _ALONE  # this attribute and this name
-                and _REUSABLE
-                and latest._use_count() == 1  # no view, no graph
-                and latest.data_ptr() == param.data_ptr()
-                and not latest.requires_grad
-            ):
-                return latest
-            self.held.append((latest, self.version))
-        latest = self.latest = _DATA.__get__(param)
-        self.version = latest._version
-        return latest
+        if (
+            latest is not None
+            and getrefcount(latest) == _references_alone  # no script holds it
+            and _use_count(latest) == 1  # nor a view or a graph
+            and param.data_ptr() == self.address
+            and not latest.requires_grad
+            and not _number_of_modes()  # which are told of each access
+        ):
+            return latest
+        return None
+
+    def give_out(self, param: torch.Tensor) -> torch.Tensor:
+        """``param.data`` as torch makes it, writes through which are known."""
+        data: torch.Tensor = _DATA.__get__(param)
+        is_stand_in = _number_of_modes() > 0 and type(data) is not torch.Tensor
+        if is_stand_in:
+            return data
+        self._set_latest_aside()
+        self.latest = data
+        self.version = data._version
+        self.address = data.data_ptr()
+        return data
+
+    def _set_latest_aside(self) -> None:
+        """Keep ``latest`` among what is held, if anything holds it."""
+        latest = self.latest
+        if latest is None:
+            return
+        if latest._version != self.version:
+            self.happened_before = True
+        reference = TensorWeakRef(latest)
+        self.latest = None
+        del latest
+        held = reference()
+        if held is not None:
+            self.held.append((held, self.version))
 
 
-def _is_used(data: torch.Tensor) -> bool:
-    """Whether a view or a graph holds ``data``."""
-    return not _REUSABLE or data._use_count() > 1
+def _is_given_again() -> bool:
+    """Whether :class:`DataWrites` gives a tensor out again that nothing else holds."""
+    param = torch.nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)
+    writes = DataWrites()
+    first = id(writes.give_out(param))
+    return id(writes.given_again(param)) == first
+
+
+# What ``getrefcount`` says of such a tensor depends on the interpreter: from Python 3.14 on, some names only borrow. So
+# the line that asks is tried, once. With another number than this, no tensor is given out again.
+with torch.inference_mode(False):
+    for _references_alone in range(1, 6):
+        if _is_given_again():
+            break
 
 
 class Owner(Protocol):
     """What knows of the writes to a parameter."""
 
     def data_of(self, param: torch.Tensor) -> torch.Tensor:
-        """``param.data``, about to be given out."""
+        """Return ``param.data``, which a script asks for."""
 
     def note_assigned(self, param: torch.Tensor) -> None:
         """Note that ``param.data`` was assigned."""
 
 
-def watch_parameter_data(owners: weakref.WeakValueDictionary[int, Any], undo: ExitStack) -> None:
-    """Have ``owners``, by the id of their parameters, know of reads and writes of ``param.data``.
+def watch_parameter_data(owners: weakref.WeakValueDictionary[int, Owner], undo: ExitStack) -> None:
+    """Let ``owners``, each found by the id of its parameter, answer for ``param.data``, and note what is assigned to it.
 
     A property of ``torch.nn.Parameter``, and no subclass: torch compares ``type(p)`` with ``Parameter`` where it takes
     its fast paths, and ``Parameter(p)`` refuses a ``p`` of another class.
     """
-    references = owners.data  # each ``param.data`` asks: half the time of ``owners.get``
-    plain = _DATA.__get__
+    references = owners.data  # a look-up in the dictionary itself takes twice as long, at each ``param.data``
+    plain: Callable[[torch.Tensor], torch.Tensor] = _DATA.__get__
 
     def get(param: torch.Tensor) -> torch.Tensor:
         reference = references.get(id(param))
         if reference is None:
-            return plain(param)  # type: ignore[no-any-return]
-        owner: Owner | None = reference()
+            return plain(param)
+        owner = reference()
         return plain(param) if owner is None else owner.data_of(param)
 
     def assign(param: torch.Tensor, data: torch.Tensor) -> None:
-        owner: Owner | None = owners.get(id(param))
+        owner = owners.get(id(param))
         _DATA.__set__(param, data)
         if owner is not None:
             owner.note_assigned(param)
 
     replace(torch.nn.Parameter, "data", property(get, assign), undo)
+
+
+# -- attributes --------------------------------------------------------------------------------------------------------
+def share_attributes(param: torch.nn.Parameter, source: torch.nn.Parameter) -> None:
+    """Let ``param`` have what a script has put on ``source``, or puts there later, and its class.
+
+    The class stays where it is no mere ``Parameter`` with more attributes: a wrapper around other tensors, or one with
+    another layout in memory.
+    """
+    cls = type(source)
+    is_wrapper = cls.__torch_dispatch__ is not torch.nn.Parameter.__torch_dispatch__
+    if type(param) is not cls and not is_wrapper:
+        with suppress(TypeError):
+            param.__class__ = cls
+    param.__dict__ = source.__dict__
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------

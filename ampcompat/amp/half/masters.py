@@ -45,6 +45,8 @@ is written, has that one follow first (:meth:`Master.data_writes_of`): of writes
 from __future__ import annotations
 
 import copy
+import os
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -79,6 +81,12 @@ class MasterIndex(Part):
 
 master_index = state.add(MasterIndex())
 
+#: Held where the two copies of masters are compared or made equal, and where masters are made: a model may be saved in
+#: another thread than the one that trains it.
+copies_lock = threading.RLock()
+if hasattr(os, "register_at_fork"):  # a forked worker (DataLoader) goes on without the thread that holds it
+    os.register_at_fork(after_in_child=copies_lock._at_fork_reinit)  # type: ignore[attr-defined]
+
 
 class Master:
     """One half tensor of a model and its float32 master.
@@ -103,6 +111,8 @@ class Master:
         address: Address of ``half`` then.
         half_data_writes: Writes through ``half.data`` since then; None until it is first asked for.
         value_data_writes: Writes through ``value.data`` since then; None until it is first asked for.
+        is_exported: Whether ``state_dict()`` has given ``value`` out since then. Nothing would tell of
+            ``state_dict()[name].data.copy_(...)``, so the next forward or step rounds ``value`` in any case.
 
     What tells whether a script has cleared a half gradient:
 
@@ -119,12 +129,15 @@ class Master:
         if value is None:
             value = torch.nn.Parameter(half.detach().float(), requires_grad=half.requires_grad)
         _torch.leave_inference_mode(value)
+        if self.is_param:
+            _torch.share_attributes(value, half)
         self.value = value
         self.slots: list[tuple[dict[str, Any], str]] = []
         self.is_lent = False
         self.grad_shown = False
         self.half_data_writes: _torch.DataWrites | None = None
         self.value_data_writes: _torch.DataWrites | None = None
+        self.is_exported = False
         self.address = half.data_ptr()
         self.note_equal()
         self.register()
@@ -160,6 +173,7 @@ class Master:
         """Note that both copies are equal now: nothing that happened before counts as written."""
         self.half_version = self.half._version
         self.value_version = self.value._version
+        self.is_exported = False
         address = self.half.data_ptr()
         if address != self.address:
             self.address = address
@@ -180,34 +194,61 @@ class Master:
         Where the other copy was written, ``tensor`` follows first: the script finds in ``data`` what is in force, and
         what it then writes there is the later write.
         """
-        if tensor is self.half:
+        half = self.half
+        value = self.value
+        if tensor is half:
             others = self.value_data_writes
-            if self.value._version != self.value_version or (others is not None and others.happened):
+            if (
+                value._version != self.value_version
+                or self.is_exported
+                or (others is not None and others.happened)
+            ):
                 align_written([self])
             writes = self.half_data_writes
-            if writes is None:
-                writes = self.half_data_writes = _torch.DataWrites()
-            return writes.data_of(tensor)
-        if tensor is not self.value:  # a new tensor with the id of one that is gone
+        elif tensor is value:
+            others = self.half_data_writes
+            if (
+                half._version != self.half_version
+                or half.data_ptr() != self.address
+                or (others is not None and others.happened)
+            ):
+                align_written([self])
+            writes = self.value_data_writes
+        else:  # a new tensor with the id of one that is gone
             return _torch.data_of(tensor)
-        if half_written([self]):
-            align_written([self])
+        data = None if writes is None else writes.given_again(tensor)
+        if data is None:
+            with copies_lock:
+                data = self.data_writes_of(tensor).give_out(tensor)
+        return data
+
+    def data_writes_of(self, tensor: torch.Tensor) -> _torch.DataWrites:
+        """Return what knows of writes through the ``data`` of ``tensor``, one of both copies."""
+        if tensor is self.half:
+            if self.half_data_writes is None:
+                self.half_data_writes = _torch.DataWrites()
+            return self.half_data_writes
         if self.value_data_writes is None:
             self.value_data_writes = _torch.DataWrites()
-        return self.value_data_writes.data_of(tensor)
+        return self.value_data_writes
 
     def note_assigned(self, tensor: torch.Tensor) -> None:
-        """Count ``tensor`` as written: its ``data`` was assigned."""
-        if tensor is self.half or tensor is self.value:
-            master_index.by_memory = None
-            self.count_as_written(tensor)
+        """Count ``tensor`` as written: its ``data`` was assigned. What ``data`` gave out before is of no weight."""
+        if tensor is self.half:
+            self.half_data_writes = None
+        elif tensor is self.value:
+            self.value_data_writes = None
+        else:
+            return
+        master_index.by_memory = None
+        self.count_as_written(tensor)
 
     def count_as_written(self, tensor: torch.Tensor) -> None:
-        """Count ``tensor``, one of both copies, as written: it may be, where torch does not tell."""
-        self.data_of(tensor)
-        writes = self.half_data_writes if tensor is self.half else self.value_data_writes
-        if writes is not None:
-            writes.add()
+        """Count ``tensor``, one of both copies, as written now: it may be, where torch does not tell."""
+        other_written = value_maybe_written([self]) if tensor is self.half else half_written([self])
+        if other_written:
+            align_written([self])
+        self.data_writes_of(tensor).add()
 
     # -- what the module did to its tensor -----------------------------------------------------------------------------
     def follow_module(self) -> None:
@@ -225,6 +266,7 @@ class Master:
             " follow, but optimizer state does not - move the model before amp.initialize (D15).",
         )
         _torch.set_data(self.value, self.value.detach().to(self.half.device))
+        self.value_data_writes = None
         master_index.by_memory = None
         if self.value.grad is not None:
             self.value.grad = self.value.grad.to(self.half.device)
@@ -316,6 +358,17 @@ def value_written(masters: Iterable[Master]) -> list[Master]:
     ]
 
 
+def value_maybe_written(masters: Iterable[Master]) -> list[Master]:
+    """Return those whose master was written since both copies were equal, or may be, by a script that has saved it."""
+    return [
+        m
+        for m in masters
+        if m.value._version != m.value_version
+        or m.is_exported
+        or ((writes := m.value_data_writes) is not None and writes.happened)
+    ]
+
+
 def to_push_and_pull(masters: Sequence[Master]) -> tuple[list[Master], list[Master]]:
     """Return which masters are to be rounded into their half weights, and which are to take what these hold.
 
@@ -323,7 +376,7 @@ def to_push_and_pull(masters: Sequence[Master]) -> tuple[list[Master], list[Mast
     is pulled unless its master was written.
     """
     to_pull = set(half_written(masters))
-    to_push = [master for master in value_written(masters) if master not in to_pull]
+    to_push = [master for master in value_maybe_written(masters) if master not in to_pull]
     to_pull.update(master for master in masters if not master.is_param)
     to_pull.difference_update(to_push)
     return to_push, [master for master in masters if master in to_pull]
@@ -336,13 +389,24 @@ def push_written(masters: Sequence[Master]) -> None:
     Half weights that were written are used as they are. Their masters only follow the module: ``model.to(device)`` and
     ``model.float()`` are such writes, too (:meth:`Master.follow_module`).
     """
-    written = [*half_written(masters), *value_written(masters)]
+    written = [*half_written(masters), *value_maybe_written(masters)]
     if written:
         _torch.run_untraced(_bring_up_to_date, written, pulls=False)
 
 
 def align_written(masters: Sequence[Master]) -> None:
-    """Make both copies equal where a script wrote one of them, before a step, a save or a copy. No host sync."""
+    """Make both copies equal where a script wrote one of them, before a step or a copy. No host sync."""
+    buffers = [master for master in masters if not master.is_param]
+    written = [*half_written(masters), *value_maybe_written(masters), *buffers]
+    if written:
+        _torch.run_untraced(_bring_up_to_date, written, pulls=True)
+
+
+def align_for_save(masters: Sequence[Master]) -> None:
+    """As :func:`align_written`, but leave alone what an earlier save has given out: it may not have been written.
+
+    The save may be made in another thread, while a forward computes with the half weights.
+    """
     buffers = [master for master in masters if not master.is_param]
     written = [*half_written(masters), *value_written(masters), *buffers]
     if written:
@@ -350,24 +414,26 @@ def align_written(masters: Sequence[Master]) -> None:
 
 
 def _bring_up_to_date(written: Sequence[Master], *, pulls: bool) -> None:
-    """Have each master follow its module; push what a script wrote to it; if ``pulls``, pull half weights it wrote."""
+    """Make each master follow its module; push what a script wrote to it; if ``pulls``, pull half weights it wrote."""
     tensors_are_stand_ins = torch.compiler.is_compiling() or _torch.in_fake_mode()
     if tensors_are_stand_ins:
         return
     masters = list(dict.fromkeys(written))
-    for master in masters:
-        master.follow_module()
-    to_push, to_pull = to_push_and_pull(masters)
-    if pulls:
-        pull_all(to_pull)
-    push_all(to_push)
+    with copies_lock:  # another thread may have done so meanwhile: look again
+        for master in masters:
+            master.follow_module()
+        to_push, to_pull = to_push_and_pull(masters)
+        if pulls:
+            pull_all(to_pull)
+        push_all(to_push)
 
 
 def pull_all(masters: Sequence[Master]) -> None:
     """Take what was written to half weights into their masters; elements that were not keep their low bits."""
-    _merge_([master.value for master in masters], [master.half for master in masters])
-    for master in masters:
-        master.note_equal()
+    with copies_lock:
+        _merge_([master.value for master in masters], [master.half for master in masters])
+        for master in masters:
+            master.note_equal()
 
 
 @_torch.without_grad
@@ -399,6 +465,11 @@ def push_all(masters: Sequence[Master]) -> None:
     """
     if not masters:
         return
+    with copies_lock:
+        _push(masters)
+
+
+def _push(masters: Sequence[Master]) -> None:
     halves = []
     values = []
     versions = []
@@ -411,6 +482,7 @@ def push_all(masters: Sequence[Master]) -> None:
     # :meth:`Master.note_equal` inline, for thousands of masters at each step, without what a push does not move.
     for master in masters:
         master.value_version = master.value._version
+        master.is_exported = False
         if master.half_data_writes is not None or master.value_data_writes is not None:
             master.forget_data_writes()
 
@@ -421,6 +493,11 @@ def align_all(masters: Sequence[Master]) -> int:
     Returns:
         How many parameters were not equal to their masters. One host sync.
     """
+    with copies_lock:
+        return _align_all(masters)
+
+
+def _align_all(masters: Sequence[Master]) -> int:
     for master in masters:
         master.follow_module()
     differ = [_differs(master) for master in masters if master.is_param]

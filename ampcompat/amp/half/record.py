@@ -13,7 +13,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ampcompat import _torch
-from ampcompat.amp.half.masters import Master, align_all, master_index, master_of
+from ampcompat.amp.half.masters import Master, align_all, copies_lock, master_index, master_of
 from ampcompat.amp.half.torch_events import watch_copies
 
 #: Where the record is: ``module.__dict__[ATTRIBUTE]``.
@@ -116,10 +116,11 @@ def masters_of(model: torch.nn.Module) -> list[Master]:
 def _masters_in(model: torch.nn.Module) -> list[Master]:
     """Find the masters of ``model``'s modules as they are now, each once."""
     unique: dict[int, Master] = {}
-    for module in model.modules():
-        for name, master in masters_by_name(module).items():
-            unique[id(master)] = master
-            master.add_slot(module, name)  # in a copied or unpickled model it has no slots yet
+    with copies_lock:
+        for module in model.modules():
+            for name, master in masters_by_name(module).items():
+                unique[id(master)] = master
+                master.add_slot(module, name)  # in a copied or unpickled model it has no slots yet
     return list(unique.values())
 
 

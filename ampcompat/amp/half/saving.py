@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ampcompat import _torch
-from ampcompat.amp.half.masters import Master, align_written, value_written
+from ampcompat.amp.half.masters import Master, align_for_save, copies_lock, value_written
 from ampcompat.amp.half.record import (
     ATTRIBUTE,
     HalfWeights,
@@ -76,8 +76,15 @@ def _export(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, lo
         return
     if torch.onnx.is_in_onnx_export():  # it looks up, among these tensors, those that the traced forward reads
         return
-    for name, part in hook_added_modules(module, record):
-        _export(part, state_dict, f"{prefix}{name}.", local_metadata)
+    with copies_lock:  # another thread may train the model
+        for name, part in hook_added_modules(module, record):
+            _export(part, state_dict, f"{prefix}{name}.", local_metadata)
+        _export_own_tensors(module, record, state_dict, prefix)
+
+
+def _export_own_tensors(
+    module: torch.nn.Module, record: HalfWeights, state_dict: dict[str, Any], prefix: str
+) -> None:
     for name, tensor in own_tensors(module):
         saved: Any = state_dict.get(prefix + name)
         is_saved_in_half = isinstance(saved, torch.Tensor) and saved.dtype == record.dtype
@@ -87,13 +94,13 @@ def _export(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, lo
             state_dict[prefix + name] = saved.float()
             continue
         master = ensure_master(module, name)
-        align_written([master])
+        align_for_save([master])
         keeps_variables = saved is tensor  # state_dict(keep_vars=True)
         if keeps_variables:
             state_dict[prefix + name] = master.value
         else:
             if master.is_param:
-                master.count_as_written(master.value)  # nothing tells of ``state_dict()[name].data.copy_(...)``
+                master.is_exported = True
             state_dict[prefix + name] = master.value.detach()
 
 
