@@ -336,6 +336,18 @@ def master_of(tensor: torch.Tensor) -> Master | None:
     return master
 
 
+# -- what a script has set on a weight ---------------------------------------------------------------------------------
+def follow_requires_grad(masters: Iterable[Master]) -> None:
+    """Make each master require gradients as its weight does: scripts choose by that what to clip.
+
+    Attributes of the script's own need nothing: both copies share them.
+    """
+    for master in masters:
+        requires_grad = master.half.requires_grad
+        if master.value.requires_grad != requires_grad:
+            master.value.requires_grad_(requires_grad)
+
+
 # -- which copy was written --------------------------------------------------------------------------------------------
 def half_written(masters: Iterable[Master]) -> list[Master]:
     """Return those whose half weight was written since both copies were equal."""

@@ -18,7 +18,7 @@ import torch
 
 from ampcompat import _torch
 from ampcompat.amp.casts.contexts import CastsOff, cast_state, save
-from ampcompat.amp.half.masters import align_written, master_of, push_all
+from ampcompat.amp.half.masters import align_written, follow_requires_grad, master_of, push_all
 from ampcompat.amp.scaling.block import block_state, open_block_of
 from ampcompat.amp.scaling.closures import step_with_closure
 from ampcompat.amp.scaling.gradients import clear_by_optimizer, drop_cleared, post_amp_backward, prepare_amp_backward
@@ -114,6 +114,7 @@ def prepare_masters(optimizer: AmpOptimizer) -> None:
     if open_block_of(stash.leaves) is None:
         drop_cleared(stash.leaves.masters)
         align_written(stash.leaves.masters)
+    follow_requires_grad(stash.leaves.masters)
 
 
 # -- add_param_group ---------------------------------------------------------------------------------------------------
