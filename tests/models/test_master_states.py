@@ -325,11 +325,12 @@ def replaced(level):
     old = run.model.weight
     run.model.weight = torch.nn.Parameter(thirds(1).to(run.dtype))
     run.forward()
-    with pytest.warns(UserWarning, match="the optimizer holds the old one, and does not train the new one"):
-        run.optimizer.step()
+    run.optimizer.step()
     assert torch.equal(run.held, run.exact)
     assert torch.equal(old, run.exact.to(run.dtype))
-    assert torch.equal(run.model.state_dict()["weight"], thirds(1).to(run.dtype).float())
+    with pytest.warns(UserWarning, match="the optimizer holds the old one, and does not train the new one"):
+        saved = run.model.state_dict()
+    assert torch.equal(saved["weight"], thirds(1).to(run.dtype).float())
 
 
 def buffer_assigned(level):

@@ -27,7 +27,7 @@ from ampcompat.amp.half.devices import device_type_of, model_index, move_casts_t
 from ampcompat.amp.half.forward import Forward, ModelPolicy
 from ampcompat.amp.half.masters import push_written
 from ampcompat.amp.half.record import ATTRIBUTE as HALF_WEIGHTS
-from ampcompat.amp.half.record import masters_of, record_of
+from ampcompat.amp.half.record import check_replaced, masters_of, record_of
 from ampcompat.amp.half.saving import hook
 
 
@@ -231,8 +231,12 @@ def _own_class(model: Any) -> Any:
 
 
 def _change_class(model: Any, cls: Any) -> None:
-    """Keep the model under amp at ``model.__class__ = cls``, which parametrizations and ``fully_shard`` set."""
+    """Keep the model under amp at ``model.__class__ = cls``, which parametrizations and ``fully_shard`` set.
+
+    ``fully_shard`` has replaced the parameters before: they must not have masters yet.
+    """
     _torch.set_class(model, cls if issubclass(cls, AmpModel) else amp_class(cls))
+    check_replaced(masters_of(model))
 
 
 @contextmanager

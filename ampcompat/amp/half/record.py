@@ -6,6 +6,7 @@ deepcopy and pickle take a record along with its module. The masters of a model 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ampcompat import _torch
+from ampcompat._log import warn_once
 from ampcompat.amp.half.masters import Master, align_all, copies_lock, master_index, master_of
 from ampcompat.amp.half.torch_events import watch_copies
 
@@ -164,3 +166,45 @@ def model_param(param: torch.Tensor) -> torch.Tensor:
     if master is None:
         return param
     return master.half
+
+
+# -- parameters that a script has replaced -----------------------------------------------------------------------------
+def check_replaced(masters: Iterable[Master]) -> None:
+    """Warn, once, of each parameter that a module holds in the place of one with a master.
+
+    Saves and look-ups of changed param groups ask. The master forgets where the replaced one was (``slots``).
+
+    Raises:
+        RuntimeError: ``fully_shard``, or a move to another kind of device, has put it there.
+    """
+    for master in masters:
+        for tensors, name in master.slots:
+            now = tensors.get(name)
+            if not isinstance(now, torch.nn.Parameter) or now is master.half:
+                continue
+            if master_of(now) is None:  # one with a master is tied to a weight that is trained
+                _refuse_or_warn(name, now, master)
+                master.slots = []
+                break
+
+
+def _refuse_or_warn(name: str, now: torch.Tensor, master: Master) -> None:
+    where = repr(name)
+    device = master.half.device
+    if _torch.is_sharded(now):
+        raise RuntimeError(
+            f"Parameter {where} was sharded (fully_shard) after amp.initialize made its float32 master - masters are"
+            " not sharded, FSDP2's own shards are - call fully_shard before the optimizer is made and before"
+            " amp.initialize."
+        )
+    if now.device.type != device.type:  # torch puts a new parameter there, where it cannot change the old one
+        raise RuntimeError(
+            f"The model moved from {device} to {now.device} after amp.initialize - its masters, which the optimizer"
+            " holds, stayed - move the model before the optimizer is made and amp.initialize is called."
+        )
+    warn_once(
+        f"replaced {id(master)}",
+        f"Parameter {where} of shape {tuple(master.half.shape)} was replaced after amp.initialize - the optimizer"
+        " holds the old one, and does not train the new one, as in plain PyTorch - copy new values into it"
+        " (module.weight.data.copy_(...)), or give the new one to optimizer.add_param_group (D15).",
+    )

@@ -16,6 +16,7 @@ from ampcompat.amp.half.masters import Master, align_for_save, copies_lock, valu
 from ampcompat.amp.half.record import (
     ATTRIBUTE,
     HalfWeights,
+    check_replaced,
     drop_masters,
     ensure_master,
     masters_by_name,
@@ -79,6 +80,7 @@ def _export(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, lo
     with copies_lock:  # another thread may train the model
         for name, part in hook_added_modules(module, record):
             _export(part, state_dict, f"{prefix}{name}.", local_metadata)
+        check_replaced(record.masters.values())
         _export_own_tensors(module, record, state_dict, prefix)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ampcompat import _torch
 from ampcompat._types import HALF_DTYPES, Optimizer
 from ampcompat.amp.half.devices import model_index
 from ampcompat.amp.half.masters import Master, master_of
-from ampcompat.amp.half.record import ensure_master, note_half, record_of
+from ampcompat.amp.half.record import check_replaced, ensure_master, note_half, record_of
 from ampcompat.amp.half.saving import hook
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, Leaves, OptimizerState, optimizer_index
 from ampcompat.amp.scaling.session import Session
@@ -51,17 +51,6 @@ def _is_up_to_date(optimizer: AmpOptimizer, stash: OptimizerState) -> bool:
     return True
 
 
-def _take_in(optimizer: AmpOptimizer) -> None:
-    """Put masters of half params into the groups of ``optimizer``, and note what it holds."""
-    stash = optimizer._amp_stash
-    masters = put_masters_into(optimizer, stash.session)
-    match_state(optimizer)
-    sides = {id(tensor) for master in masters for tensor in (master.half, master.value)}
-    held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
-    stash.leaves = Leaves(masters, [param for key, param in held.items() if key not in sides])
-    stash.groups = [list(group["params"]) for group in optimizer.param_groups]
-
-
 def follow_groups() -> None:
     """Follow the groups of all optimizers under amp where they have changed: a tensor may have gone to another.
 
@@ -74,11 +63,11 @@ def follow_groups() -> None:
         stash = optimizer._amp_stash
         if _is_up_to_date(optimizer, stash):
             continue
-        _take_in(optimizer)
-        if stash.session.has_scaled:
-            for leaf in stash.leaves.tensors():
-                if id(leaf) not in known:
-                    leaf.grad = None
+        groups = optimizer.param_groups
+        stash.leaves = _take_in(optimizer, groups)
+        stash.groups = [list(group["params"]) for group in groups]
+        _drop_gradients_of_newcomers(stash, stash.leaves, known)
+        check_replaced(stash.leaves.masters)
     holders: dict[int, int] = {}
     for optimizer in optimizers:
         for key in optimizer._amp_stash.leaves.ids():
@@ -87,14 +76,58 @@ def follow_groups() -> None:
         optimizer._amp_stash.shared = {key for key in optimizer._amp_stash.leaves.ids() if holders[key] > 1}
 
 
+def follow_added_group(optimizer: AmpOptimizer) -> None:
+    """Follow ``optimizer.add_param_group`` as :func:`follow_groups` does, without a look at its other groups."""
+    stash = optimizer._amp_stash
+    groups = optimizer.param_groups
+    is_one_more = len(groups) == len(stash.groups) + 1
+    if not is_one_more:  # a script has edited them, too
+        follow_changes(optimizer)
+        return
+    added = _take_in(optimizer, groups[-1:])
+    stash.leaves.masters += added.masters
+    stash.leaves.masterless += added.masterless
+    stash.groups.append(list(groups[-1]["params"]))
+    added_ids = added.ids()
+    known: set[int] = set()
+    for other in optimizer_index.listed():
+        if other is optimizer:
+            continue
+        shared = added_ids & other._amp_stash.leaves.ids()
+        if shared:
+            other._amp_stash.shared |= shared
+            known |= shared
+    if known:
+        stash.shared |= known
+    _drop_gradients_of_newcomers(stash, added, known)
+
+
+def _take_in(optimizer: AmpOptimizer, groups: list[dict[str, Any]]) -> Leaves:
+    """Put masters of half params into ``groups`` of ``optimizer``; return what the model holds of them."""
+    masters = put_masters_into(optimizer, groups, optimizer._amp_stash.session)
+    match_state(optimizer, groups)
+    sides = {id(tensor) for master in masters for tensor in (master.half, master.value)}
+    held = {id(param): param for group in groups for param in group["params"]}
+    return Leaves(masters, [param for key, param in held.items() if key not in sides])
+
+
+def _drop_gradients_of_newcomers(stash: OptimizerState, leaves: Leaves, known: Set[int]) -> None:
+    """Drop the gradients of ``leaves`` that no optimizer held before (``known``): they may be scaled."""
+    if not stash.session.has_scaled:
+        return
+    for leaf in leaves.tensors():
+        if id(leaf) not in known:
+            leaf.grad = None
+
+
 # -- masters in the place of half weights ------------------------------------------------------------------------------
-def put_masters_into(optimizer: Optimizer, session: Session) -> list[Master]:
-    """Put the masters of half weights into the groups of ``optimizer``, as ``session`` wants it; return them.
+def put_masters_into(optimizer: Optimizer, groups: list[dict[str, Any]], session: Session) -> list[Master]:
+    """Put the masters of half weights into ``groups`` of ``optimizer``, as ``session`` wants it; return them.
 
     As in apex (``apex/amp/_process_optimizer.py: lazy_init_with_master_weights``).
     """
     masters: dict[Master, None] = {}
-    slots_by_id = functools.cache(_slots_by_id)  # most calls ask for none
+    slots_by_id = functools.cache(lambda: _slots_by_id(groups))  # most calls ask for none
 
     def exchanged(param: torch.Tensor) -> torch.Tensor:
         master = _master_to_step(param, session, slots_by_id)
@@ -104,22 +137,24 @@ def put_masters_into(optimizer: Optimizer, session: Session) -> list[Master]:
         masters[master] = None
         return master.value
 
-    _exchange_params(optimizer, exchanged)
+    _exchange_params(optimizer, groups, exchanged)
     return list(masters)
 
 
 def give_back_params(optimizer: Optimizer) -> None:
     """Undo :func:`put_masters_into`: ``optimizer`` holds the model's own tensors again."""
-    _exchange_params(optimizer, model_tensor)
+    _exchange_params(optimizer, optimizer.param_groups, model_tensor)
 
 
-def _exchange_params(optimizer: Optimizer, exchanged: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Put ``exchanged(param)`` in the place of each param of ``optimizer``.
+def _exchange_params(
+    optimizer: Optimizer, groups: list[dict[str, Any]], exchanged: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Put ``exchanged(param)`` in the place of each param in ``groups`` of ``optimizer``.
 
     Groups and their lists keep their identity; state moves with its parameter.
     """
     states = [each.state for each in (optimizer, *inner_optimizers(optimizer))]
-    for group in optimizer.param_groups:
+    for group in groups:
         params = group["params"]
         for index, param in enumerate(params):
             new = exchanged(param)
@@ -166,23 +201,36 @@ def _master_to_step(param: torch.Tensor, session: Session, slots_by_id: Callable
     return master
 
 
-def _slots_by_id() -> SlotsById:
-    """Where initialized models hold each parameter, by its id: in several modules where it is tied."""
-    modules = dict.fromkeys(module for model in model_index.live for module in model.modules())
-    slots: SlotsById = {}
-    for module in modules:
-        for name, param in module._parameters.items():
-            slots.setdefault(id(param), []).append((module, name))
+def _slots_by_id(groups: list[dict[str, Any]]) -> SlotsById:
+    """Where initialized models hold each parameter in ``groups``, by its id: in several modules where it is tied."""
+    slots: SlotsById = {id(param): [] for group in groups for param in group["params"]}
+    modules: list[torch.nn.Module | None] = list(model_index.live)
+    seen = set(modules)
+    for module in modules:  # the list grows while it is read
+        if module is None:
+            continue
+        parts = module._modules
+        if parts:
+            new = [part for part in parts.values() if part not in seen]
+            modules += new
+            seen.update(new)
+        params = module._parameters
+        if slots.keys().isdisjoint(map(id, params.values())):
+            continue
+        for name, param in params.items():
+            if id(param) in slots:
+                slots[id(param)].append((module, name))
     return slots
 
 
-def match_state(optimizer: Optimizer) -> None:
+def match_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
     """Give state from before ``initialize`` the dtype of its param, where torch's own ``load_state_dict`` does so."""
     for each in (optimizer, *inner_optimizers(optimizer)):
-        if getattr(type(each), "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:
+        if not each.state or getattr(type(each), "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:
             continue
-        for param, held in list(each.state.items()):
-            if not isinstance(param, torch.Tensor) or not isinstance(held, dict):
+        for param in [param for group in groups for param in group["params"]]:
+            held = each.state.get(param)
+            if not isinstance(held, dict):
                 continue
             for name, value in held.items():
                 if name != "step" and _is_state_of(param, value) and value.dtype != param.dtype:

@@ -22,7 +22,7 @@ from ampcompat.amp.half.masters import align_written, follow_requires_grad, mast
 from ampcompat.amp.scaling.block import block_state, open_block_of
 from ampcompat.amp.scaling.closures import step_with_closure
 from ampcompat.amp.scaling.gradients import clear_by_optimizer, drop_cleared, post_amp_backward, prepare_amp_backward
-from ampcompat.amp.scaling.groups import follow_changes, follow_groups, give_back_params, match_state
+from ampcompat.amp.scaling.groups import follow_added_group, follow_changes, follow_groups, give_back_params, match_state
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, optimizer_index, optimizer_under_amp
 from ampcompat.amp.scaling.session import Session
 from ampcompat.amp.scaling.steps import make_or_skip_step, report_all
@@ -127,17 +127,17 @@ def add_param_group(optimizer: AmpOptimizer, original: Callable[..., Any], *args
             "optimizer.add_param_group() inside its scale_loss block - the block would not unscale the gradients of the"
             " new parameters - add the group before the block, or after it."
         )
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     original(*args, **kwargs)
-    added = optimizer.param_groups[-1]["params"]
-    masters = [master for master in map(master_of, added) if master is not None]
+    *earlier, added = optimizer.param_groups
+    masters = [master for master in map(master_of, added["params"]) if master is not None and master.is_lent]
+    held = {id(param) for group in earlier for param in group["params"]} if masters else set()
     if any(id(master.value) in held for master in masters):
         optimizer.param_groups.pop()
         raise ValueError(
             "some parameters appear in more than one parameter group - the optimizer holds their float32 masters"
             " already - leave them out of the new group."
         )
-    follow_changes(optimizer)
+    follow_added_group(optimizer)
 
 
 # -- under amp, and out of it ------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def detach(optimizer: AmpOptimizer) -> None:
     follow_changes(optimizer)
     optimizer_index.live.pop(optimizer, None)
     give_back_params(optimizer)
-    match_state(optimizer)
+    match_state(optimizer, optimizer.param_groups)
     for name in ("_amp_stash", *_METHODS):
         vars(optimizer).pop(name, None)
     follow_groups()
