@@ -11,7 +11,7 @@ import torch
 from ampcompat.amp._amp_state import master_params
 from ampcompat.amp._process_optimizer import AmpOptimizerState
 from ampcompat.amp.adapters import wrapped
-from ampcompat.amp.casts.contexts import cast_state, disable_casts
+from ampcompat.amp.casts.contexts import are_switched_off, cast_state, disable_casts, switch_casts
 from ampcompat.amp.scaling.optimizer import attach as _attach
 from ampcompat.amp.scaling.scale_loss import scale_loss
 from ampcompat.amp.scaling.scaler import LossScaler
@@ -29,11 +29,16 @@ class AmpHandle:
 
     def is_active(self) -> bool:
         """Whether this call's casts are in force."""
-        return self._session.policy.casts.enabled
+        return self._session.policy.casts.enabled and not are_switched_off()
 
     @property
     def _is_active(self) -> bool:
+        """As :meth:`is_active`. Scripts set it to turn casts off for a while, in this thread, at whatever level."""
         return self.is_active()
+
+    @_is_active.setter
+    def _is_active(self, value: bool) -> None:
+        switch_casts(on=value)
 
     _clear_cache = staticmethod(torch.clear_autocast_cache)
 
@@ -71,7 +76,7 @@ class NoOpHandle(AmpHandle):
 
     def is_active(self) -> bool:
         """Whether casts of an earlier call are in force outside of its models."""
-        return cast_state.ambient is not None
+        return cast_state.ambient is not None and not are_switched_off()
 
 
 class OptimWrapper:

@@ -112,10 +112,12 @@ class ThreadCasts(threading.local):
         off: Depth of engine runs, optimizer steps and ``disable_casts`` blocks.
         regions: Open ``torch.autocast`` regions of the user, by device type.
         running: Half models in whose forward this thread is, outermost first.
+        switched_off: The context that is open since a script has set ``handle._is_active`` to False.
     """
 
     forwards = 0
     off = 0
+    switched_off: CastsOff | None = None
     regions: dict[str, int]
     running: list[torch.nn.Module]
 
@@ -270,6 +272,27 @@ def disable_casts() -> Iterator[None]:
     """
     with CastsOff(in_forwards=True):
         yield
+
+
+def switch_casts(on: bool) -> None:
+    """Begin what :func:`disable_casts` does in this thread, or end it: a flag that does not nest, and outlives blocks."""
+    thread = cast_state.thread
+    if on and thread.switched_off is not None:
+        thread.switched_off.__exit__()
+        thread.switched_off = None
+    elif not on and thread.switched_off is None:
+        state.undo_once(_switch_casts_on)
+        thread.switched_off = CastsOff(in_forwards=True)
+        thread.switched_off.__enter__()
+
+
+def _switch_casts_on() -> None:
+    switch_casts(on=True)
+
+
+def are_switched_off() -> bool:
+    """Whether :func:`switch_casts` has switched casts off in this thread."""
+    return cast_state.thread.switched_off is not None
 
 
 # -- what compiled forwards see ----------------------------------------------------------------------------------------

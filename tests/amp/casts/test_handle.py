@@ -261,3 +261,72 @@ def test_a_copy_of_a_wrapped_optimizer():
     optimizer = amp.init().wrap_optimizer(torch.optim.SGD(net().parameters(), lr=0.125))
     for copied in (copy.copy(optimizer), copy.deepcopy(optimizer)):
         assert copied.param_groups[0]["lr"] == 0.125
+
+
+# -- the flag that scripts set -----------------------------------------------------------------------------------------
+def without_casts(call):
+    """As ``disable_casts`` of apex, which scripts have copied."""
+    amp._amp_state.handle._is_active = False
+    try:
+        return call()
+    finally:
+        amp._amp_state.handle._is_active = True
+
+
+class Dtypes(nn.Module):
+    """Returns the dtype that its function computes in."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.inside = inside
+
+    def forward(self, x):
+        if self.inside:
+            return without_casts(lambda: self.dtype(x)), self.dtype(x)
+        return self.dtype(x)
+
+    def dtype(self, x):
+        return str(torch.mm(x, self.layer.weight).dtype)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_a_script_turns_casts_off_for_a_while(level):
+    half = {"O2": "torch.float16", "O3": "torch.float16", "O5": "torch.bfloat16"}
+    cast = {"O1": "torch.float16", "O4": "torch.bfloat16"}
+    off = half.get(level, "torch.float32")
+    on = cast.get(level, off)
+    x = torch.ones(2, 4)
+    model = amp.initialize(Dtypes(inside=True), opt_level=level, verbosity=0)
+    assert model(x) == (off, on)
+    model.inside = False
+    for _ in range(2):
+        assert without_casts(lambda: model(x)) == off
+        assert model(x) == on
+        assert amp._amp_state.handle.is_active() == (level in cast)
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_code_outside_of_models_follows_the_flag(level):
+    x = torch.ones(2, 4)
+    amp.initialize(net := nn.Linear(4, 4), opt_level=level, verbosity=0)  # casts end with the model
+    handle = amp._amp_state.handle
+    before = (x @ x.t()).dtype
+    handle._is_active = False
+    handle._is_active = False  # a flag: it does not nest
+    assert not handle.is_active()
+    assert not handle._is_active
+    assert (x @ x.t()).dtype == torch.float32
+    handle._is_active = True
+    assert handle.is_active()
+    assert (x @ x.t()).dtype == before != torch.float32
+    handle._is_active = True
+    assert handle.is_active()
+    del net
+
+
+def test_a_flag_that_stays_off_ends_with_a_reset():
+    """The fixture that resets amp after each test finds torch as it was."""
+    model = amp.initialize(nn.Linear(4, 4), opt_level="O1", verbosity=0)
+    amp._amp_state.handle._is_active = False
+    assert model(torch.ones(1, 4)).dtype == torch.float32
