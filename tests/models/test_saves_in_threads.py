@@ -43,7 +43,8 @@ def saving_in_a_thread(model):
     finally:
         done.set()
         thread.join()
-    assert saved and not failures, failures
+    assert not failures
+    assert saved
 
 
 class Net(torch.nn.Module):

@@ -47,10 +47,10 @@ from ampcompat.amp.casts.contexts import (
     Saved,
     cast_state,
     disabled_depth,
-    mark_switched_off,
     restore,
     restored,
     save,
+    tell_compiled_forwards,
 )
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ def policies_in_force() -> list[Policy]:
     return list(dict.fromkeys(policy for policy in policies if policy is not None))
 
 
-def follow_lifetime(model: torch.nn.Module) -> None:
+def end_casts_with(model: torch.nn.Module) -> None:
     """End the casts that ``model`` brings into force when it is collected."""
     if model not in cast_state.models:
         weakref.finalize(model, model_collected).atexit = False
@@ -251,5 +251,5 @@ def _region_changed(device_type: str, change: int, other_dtype: bool) -> None:
         torch.clear_autocast_cache()
     has_begun = change == 1
     if has_begun and device_type in cast_state.device_types and not torch.is_autocast_enabled(device_type):
-        mark_switched_off(in_forwards=True)  # the region puts the flag back at its exit
+        tell_compiled_forwards(to_cast=False)  # the region puts the flag back at its exit
     apply_ambient_casts()

@@ -11,8 +11,8 @@ Autocast's weight cache is fatal when it outlives its use (weights never update)
 of a model that casts functions, and dropped at its exit: kept over the forwards of an iteration, it would save two
 thirds of the casts of a critic that runs three times, and hide what is written through ``.data`` between them.
 
-While casts are off, the flag of the cache says whether forwards stay without casts, too: compiled forwards see no other
-state of their thread (:func:`mark_switched_off`).
+Compiled forwards see none of this module's state. A message to them travels in the flag of that cache, which has no
+effect while casts are off: whether forwards stay without casts, too. The last section has both ends of that channel.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class CastsOff:
         for device_type in self.switched_off:
             torch.set_autocast_enabled(device_type, False)
         self.cache = torch.is_autocast_cache_enabled()
-        mark_switched_off(in_forwards=self.in_forwards or self.disabled > 0)
+        tell_compiled_forwards(to_cast=not self.in_forwards and self.disabled == 0)
 
     @_torch.eager
     def __exit__(self, *exc: object) -> None:
@@ -275,7 +275,7 @@ def disable_casts() -> Iterator[None]:
 
 
 def switch_casts(on: bool) -> None:
-    """Begin what :func:`disable_casts` does in this thread, or end it: a flag that does not nest, and outlives blocks."""
+    """Begin what :func:`disable_casts` does in this thread, or end it: a flag, which does not nest."""
     thread = cast_state.thread
     if on and thread.switched_off is not None:
         thread.switched_off.__exit__()
@@ -295,28 +295,36 @@ def are_switched_off() -> bool:
     return cast_state.thread.switched_off is not None
 
 
-# -- what compiled forwards see ----------------------------------------------------------------------------------------
-def mark_switched_off(in_forwards: bool) -> None:
-    """Record in autocast's cache flag, which has no effect while casts are off, whether they are off in forwards, too.
-
-    Compiled forwards read it (:func:`is_decided`): of a thread's state the compiler sees autocast's alone, and compiles
-    again when that changes. So a compiled forward at O1 finds one of these:
-
-    ==============================  =======================  ======================  ==================================
-    where it is called              autocast                 cache flag              what it does
-    ==============================  =======================  ======================  ==================================
-    the thread of ``initialize``    on, the ambient casts    as before amp           nothing: its casts are on already
-    another thread                  off                      as before amp           switches its own casts on
-    ``disable_casts``               off                      the other way round     nothing: no casts
-    ``torch.autocast`` of the user  on, another dtype        the user's              nothing: the user's casts
-    ==============================  =======================  ======================  ==================================
-    """
+# -- the channel to compiled forwards ----------------------------------------------------------------------------------
+# A compiled forward switches the casts of its model on, unless the code around it has decided otherwise. It cannot ask
+# this module: the compiler would bake the answer of the first call into the graph. Of a thread's state, the compiler
+# looks at autocast's alone at each call, and compiles again when that has changed: whether it is on, its dtype, and the
+# flag of its cache. While casts are off nothing is cached, so that flag is free. It carries one bit:
+#
+# - as it was before amp: casts are off here, but a forward is to switch its own on;
+# - the other way round: forwards, too, are to stay without casts (``disable_casts``, a user's ``torch.autocast`` region
+#   with ``enabled=False``).
+#
+# :func:`tell_compiled_forwards` writes the bit, :func:`leaves_casts_alone` reads it. So a compiled forward at O1 finds:
+#
+# ==============================  =======================  ======================  ==================================
+# where it is called              autocast                 cache flag              what it does
+# ==============================  =======================  ======================  ==================================
+# the thread of ``initialize``    on, the ambient casts    as before amp           nothing: its casts are on already
+# another thread                  off                      as before amp           switches its own casts on
+# ``disable_casts``               off                      the other way round     nothing: no casts
+# ``torch.autocast`` of the user  on, another dtype        the user's              nothing: the user's casts
+# ==============================  =======================  ======================  ==================================
+#
+# torch 2.4 does not compile again when the flag has changed, so there the bit is not read.
+def tell_compiled_forwards(*, to_cast: bool) -> None:
+    """Tell compiled forwards, while casts are off here, whether they are to switch those of their models on."""
     original = cast_state.original
     if original is not None:
-        torch.set_autocast_cache_enabled(original.cache != in_forwards)
+        torch.set_autocast_cache_enabled(original.cache == to_cast)
 
 
-def is_decided(device_type: str, now: Casts) -> bool:
+def leaves_casts_alone(device_type: str, now: Casts) -> bool:
     """Whether a compiled forward leaves the casts of ``device_type``, which are ``now``, to the code that set them.
 
     That code is a user's ``torch.autocast`` region, ``disable_casts`` or a forward around it. Not among them are the

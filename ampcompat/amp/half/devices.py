@@ -56,7 +56,8 @@ def move_casts_to(device_type: str) -> None:
     """Move the ambient casts along with models that were moved to ``device_type`` since ``initialize``, if any were."""
     if cast_state.original is None or device_type in cast_state.device_types:
         return
-    wanted = device_types_of(model_index.live) & set(_torch.autocast_device_types())
-    if device_type in wanted:
+    was_moved = any(device_type_of(model) == device_type for model in model_index.live)  # not a copy, elsewhere
+    if was_moved and device_type in _torch.autocast_device_types():
+        wanted = device_types_of(model_index.live) & set(_torch.autocast_device_types())
         install_casting(wanted)
         set_ambient(wanted)

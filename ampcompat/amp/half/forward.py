@@ -16,7 +16,7 @@ from ampcompat._log import say_once
 from ampcompat._types import HALF_DTYPES
 from ampcompat.amp._amp_state import _amp_state
 from ampcompat.amp.casts.ambience import install_casting, model_collected
-from ampcompat.amp.casts.contexts import Casts, CastsOff, ForwardCasts, cast_state, disabled_depth, is_decided
+from ampcompat.amp.casts.contexts import Casts, CastsOff, ForwardCasts, cast_state, disabled_depth, leaves_casts_alone
 from ampcompat.amp.casts.trees import cast_tree, tensors_in
 from ampcompat.amp.half.devices import device_type_of, move_casts_to
 from ampcompat.amp.half.masters import push_written
@@ -209,7 +209,7 @@ class ModelPolicy:
         first = device_types[0]
         others = device_types[1:]
         now = Casts(torch.is_autocast_enabled(first), torch.get_autocast_dtype(first))
-        if now.same_as(self.casts) or is_decided(first, now):
+        if now.same_as(self.casts) or leaves_casts_alone(first, now):
             return self._call_in_graph(others, forward, args, kwargs)
         with torch.autocast(first, self.casts.dtype, enabled=self.casts.enabled, cache_enabled=False):
             return self._call_in_graph(others, forward, args, kwargs)
@@ -221,11 +221,11 @@ def _explain_failure(model: torch.nn.Module, error: Exception) -> None:
     if observer_state.observers:
         notify("on_failure", error)
     if isinstance(error, RuntimeError):
-        _note_wide_weight(model, error)
+        _name_wide_weight(model, error)
     add_hint(error, model)
 
 
-def _note_wide_weight(model: torch.nn.Module, error: RuntimeError) -> None:
+def _name_wide_weight(model: torch.nn.Module, error: RuntimeError) -> None:
     """Name the first parameter of ``model`` that is not half in a module that amp has cast to half."""
     for module in model.modules():
         record = record_of(module)

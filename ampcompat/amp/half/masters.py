@@ -198,11 +198,7 @@ class Master:
         value = self.value
         if tensor is half:
             others = self.value_data_writes
-            if (
-                value._version != self.value_version
-                or self.is_exported
-                or (others is not None and others.happened)
-            ):
+            if value._version != self.value_version or self.is_exported or (others is not None and others.happened):
                 align_written([self])
             writes = self.half_data_writes
         elif tensor is value:

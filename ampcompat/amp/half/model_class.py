@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 from ampcompat import _torch
-from ampcompat.amp.casts.ambience import follow_lifetime
+from ampcompat.amp.casts.ambience import end_casts_with
 from ampcompat.amp.casts.contexts import OFF, Casts, cast_state, disabled_depth
 from ampcompat.amp.half.devices import device_type_of, model_index, move_casts_to
 from ampcompat.amp.half.forward import Forward, ModelPolicy
@@ -113,7 +113,7 @@ def set_policy(model: torch.nn.Module, policy: ModelPolicy | None) -> None:
     if own_forward is not None and not isinstance(own_forward, InstanceForward):
         object.__setattr__(model, "forward", InstanceForward(model, own_forward))
     model_index.live.add(model)
-    follow_lifetime(model)
+    end_casts_with(model)
 
 
 def _take_policy_off(model: torch.nn.Module) -> None:
@@ -265,5 +265,5 @@ def _put_under_amp(model: torch.nn.Module) -> torch.nn.Module:
     if record is not None and not model._state_dict_hooks:
         record.hooks.clear()
         hook(model)
-    follow_lifetime(model)
+    end_casts_with(model)
     return model

@@ -84,9 +84,7 @@ def _export(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, lo
         _export_own_tensors(module, record, state_dict, prefix)
 
 
-def _export_own_tensors(
-    module: torch.nn.Module, record: HalfWeights, state_dict: dict[str, Any], prefix: str
-) -> None:
+def _export_own_tensors(module: torch.nn.Module, record: HalfWeights, state_dict: dict[str, Any], prefix: str) -> None:
     for name, tensor in own_tensors(module):
         saved: Any = state_dict.get(prefix + name)
         is_saved_in_half = isinstance(saved, torch.Tensor) and saved.dtype == record.dtype

@@ -22,7 +22,13 @@ from ampcompat.amp.half.masters import align_written, follow_requires_grad, mast
 from ampcompat.amp.scaling.block import block_state, open_block_of
 from ampcompat.amp.scaling.closures import step_with_closure
 from ampcompat.amp.scaling.gradients import clear_by_optimizer, drop_cleared, post_amp_backward, prepare_amp_backward
-from ampcompat.amp.scaling.groups import follow_added_group, follow_changes, follow_groups, give_back_params, match_state
+from ampcompat.amp.scaling.groups import (
+    follow_added_group,
+    follow_changes,
+    follow_groups,
+    give_back_params,
+    match_state,
+)
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, optimizer_index, optimizer_under_amp
 from ampcompat.amp.scaling.session import Session
 from ampcompat.amp.scaling.steps import make_or_skip_step, report_all
