@@ -31,8 +31,8 @@ from ampcompat._torch.arithmetic import (
     has_fused_kernels,
     host_value,
     inverse_of,
-    is_window,
     is_capturing,
+    is_window,
     moved_to,
     sum_of,
     unscale_and_check_,
@@ -117,6 +117,7 @@ from ampcompat._torch.modules import (
     steps_in_backward,
     tensor_of,
     uncompiled,
+    watch_zero_grad,
 )
 from ampcompat._torch.parameters import (
     DataWrites,

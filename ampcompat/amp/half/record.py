@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ampcompat import _torch
 from ampcompat.amp.half.masters import Master, align_all, master_index, master_of
 from ampcompat.amp.half.torch_events import watch_copies
 

@@ -18,7 +18,8 @@ from ampcompat.amp.half.devices import model_index
 from ampcompat.amp.half.masters import Master, master_of
 from ampcompat.amp.half.record import ensure_master, note_half, record_of
 from ampcompat.amp.half.saving import hook
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, Leaves, OptimizerState, optimizer_index
+from ampcompat.amp.scaling.leaves import Leaves
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, optimizer_index
 from ampcompat.amp.scaling.session import Session
 
 #: By the id of a parameter: the modules that hold it, and its name in each.

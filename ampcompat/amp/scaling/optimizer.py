@@ -19,9 +19,10 @@ import torch
 from ampcompat import _torch
 from ampcompat.amp.casts.contexts import CastsOff, cast_state, save
 from ampcompat.amp.half.masters import align_written, master_of, push_all
+from ampcompat.amp.scaling.backward_methods import post_amp_backward, prepare_amp_backward
 from ampcompat.amp.scaling.block import block_state, open_block_of
+from ampcompat.amp.scaling.clearing import clear_by_optimizer, clear_with_model
 from ampcompat.amp.scaling.closures import step_with_closure
-from ampcompat.amp.scaling.gradients import clear_by_optimizer, drop_cleared, post_amp_backward, prepare_amp_backward
 from ampcompat.amp.scaling.groups import follow_changes, follow_groups, give_back_params, match_state
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, optimizer_index, optimizer_under_amp
 from ampcompat.amp.scaling.session import Session
@@ -112,7 +113,7 @@ def prepare_masters(optimizer: AmpOptimizer) -> None:
     stash: OptimizerState = optimizer._amp_stash
     follow_changes(optimizer)
     if open_block_of(stash.leaves) is None:
-        drop_cleared(stash.leaves.masters)
+        clear_with_model(stash.leaves.masters)
         align_written(stash.leaves.masters)
 
 
@@ -171,7 +172,6 @@ def attach(optimizer: AmpOptimizer, session: Session, kind: type[OptimizerState]
 
 def detach(optimizer: AmpOptimizer) -> None:
     """Undo :func:`attach`, but for the wrappers of methods, which pass on."""
-    stash: OptimizerState = optimizer._amp_stash
     follow_changes(optimizer)
     optimizer_index.live.pop(optimizer, None)
     give_back_params(optimizer)

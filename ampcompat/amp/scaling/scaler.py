@@ -169,15 +169,21 @@ class LossScaler(MovingScale):
 
     def clear_overflow_state(self) -> None:
         """Forget all overflows: of the last pass, and those noted since the last transition."""
-        self.forget_last_pass()
-        self.forget_found_inf()
-        self.pending = None
-
-    def forget_last_pass(self) -> None:
-        """Forget the flag of the last pass. While it is set, :meth:`unscale` writes nothing."""
         self.last_pass = None
         if self._lent_buffer is not None:
             self._lent_buffer.zero_()
+        self.forget_found_inf()
+        self._take_pending()
+
+    def _take_pending(self) -> torch.Tensor | None:
+        """Take the flag of passes that have put their transition off, also from the optimizers that have noted it."""
+        pending = self.pending
+        if pending is None:
+            return None
+        self.pending = None
+        taken = pending.clone()
+        pending.zero_()
+        return taken
 
     def note_pass(self, found_inf: torch.Tensor | None) -> torch.Tensor:
         """As a moving scale does; a dynamic one shows the flag in the buffer that a script has lent, too."""
@@ -213,15 +219,12 @@ class LossScaler(MovingScale):
         buffer lent to ``_overflow_buf`` is looked at instead: it may hold the overflows of all ranks. As in apex
         (``apex/amp/scaler.py: LossScaler.update_scale``).
         """
-        pending = self.pending
-        self.pending = None
+        pending = self._take_pending()
         if self._lent_buffer is not None:
             self.add_found_inf((self._lent_buffer.reshape(()) != 0).float())
         elif pending is not None:
-            self.add_found_inf(pending.clone())
+            self.add_found_inf(pending)
         self.adjust(self.take_found_inf())
-        if pending is not None:
-            pending.zero_()  # the step of the optimizers that have noted it is the caller's
         return self._has_overflow
 
     # -- unscaling by hand ---------------------------------------------------------------------------------------------
