@@ -343,7 +343,7 @@ def _take_over(session: Session, objects: _Objects) -> None:
             attach(optimizer, session, AmpOptimizerState)
         else:
             _release_optimizer(optimizer)
-    follow_groups()
+    follow_groups(looks_at_all=True)
     if session.enabled:
         ddp.install()
         begin_casts(session)

@@ -17,7 +17,6 @@ import torch
 from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
-from ampcompat.amp.half.devices import model_index
 from ampcompat.amp.half.masters import Master
 from ampcompat.amp.observers import observer_state
 from ampcompat.amp.scaling.backward_methods import are_replaced
@@ -107,7 +106,10 @@ class Watch:
         # Half gradients as blocks have left them, and as steps have found them.
         self._left: weakref.WeakKeyDictionary[Master, _Gradient] = weakref.WeakKeyDictionary()
         self._used: weakref.WeakKeyDictionary[Master, _Gradient] = weakref.WeakKeyDictionary()
-        # Gradients that the last block has left scaled, by the id of their tensor.
+        # Optimizers that have stepped, and that amp does not know; and the gradients of their tensors, by the id of the
+        # tensor: as they were before an open block, and those that the last block has left scaled.
+        self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._before: weakref.WeakKeyDictionary[Block, dict[int, _Gradient]] = weakref.WeakKeyDictionary()
         self._scaled: dict[int, _Gradient] = {}
         self._hooks = ExitStack()
         _torch.call_before_steps(self._look_at_unknown_optimizer, self._hooks)
@@ -126,10 +128,12 @@ class Watch:
             warn_once("replaced backward method", _REPLACED_METHOD)
 
     def on_scaled_loss(self, block: Block, scaled: torch.Tensor) -> None:
-        """Follow the backward passes of the scaled loss."""
+        """Follow the backward passes of the scaled loss, and gradients that they give to unknown optimizers."""
         if scaled.requires_grad and not block.is_plain:
             passes = self._passes[block] = []
             scaled.register_hook(passes.append)  # type: ignore[no-untyped-call]
+        if self._unknown:
+            self._before[block] = self._gradients_of_unknown()
 
     def on_block_end(self, block: Block, has_failed: bool) -> None:
         """Warn where the loss got no backward pass; note what the block has left."""
@@ -142,8 +146,10 @@ class Watch:
         for master in block.leaves.masters:
             if master.grad_shown and master.half.grad is not None:
                 self._left[master] = _noted(master.half.grad)
-        if block.scale is not None:
-            self._scaled = {id(param): _noted(param.grad) for param in _held_by_none() if param.grad is not None}
+        before = self._before.pop(block, {})
+        if self._unknown and block.scale is not None:
+            now = self._gradients_of_unknown()
+            self._scaled = {key: gradient for key, gradient in now.items() if gradient != before.get(key)}
 
     # -- steps ---------------------------------------------------------------------------------------------------------
     def before_step(self, optimizer: AmpOptimizer) -> None:
@@ -183,15 +189,18 @@ class Watch:
             if not _is_zeroed(master):
                 warn_once("half gradients edited", _EDITED)
 
+    # -- optimizers that amp does not know -----------------------------------------------------------------------------
     def _look_at_unknown_optimizer(self, optimizer: Any) -> None:
-        """Warn if ``optimizer``, which begins a step, uses a gradient that a block has left scaled."""
-        if torch.compiler.is_compiling() or not self._scaled or "_amp_stash" in vars(optimizer):
+        """Warn if ``optimizer``, which begins a step, uses a gradient that a block has left scaled.
+
+        Its first step makes it known to blocks, so that the warning comes with a later one.
+        """
+        if torch.compiler.is_compiling() or "_amp_stash" in vars(optimizer):
             return
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        if not any(self._is_still_scaled(param) for param in params):
+        if any("_amp_stash" in vars(inner) for inner in inner_optimizers(optimizer)):
             return
-        steps_by_known = any("_amp_stash" in vars(inner) for inner in inner_optimizers(optimizer))
-        if not steps_by_known:
+        self._unknown.add(optimizer)
+        if any(self._is_still_scaled(param) for group in optimizer.param_groups for param in group["params"]):
             name = type(optimizer).__name__
             warn_once("unknown optimizer", _UNKNOWN_OPTIMIZER.format(name=name))
 
@@ -200,16 +209,16 @@ class Watch:
         scaled = self._scaled.get(id(param))
         return scaled is not None and param.grad is not None and scaled.is_still(param.grad)
 
+    def _gradients_of_unknown(self) -> dict[int, _Gradient]:
+        """The gradients of tensors that unknown optimizers hold, and no other does."""
+        params = [param for optimizer in self._unknown for group in optimizer.param_groups for param in group["params"]]
+        stashes = [optimizer._amp_stash for optimizer in optimizer_index.listed()]
+        known = {id(param) for stash in stashes for param in stash.leaves.masterless}
+        known.update(id(master.value) for stash in stashes for master in stash.leaves.masters)
+        return {id(param): _noted(param.grad) for param in params if param.grad is not None and id(param) not in known}
+
 
 def _is_zeroed(master: Master) -> bool:
     """Whether both gradients are zero, which is no edit."""
     grads = (master.half.grad, master.value.grad)
     return all(grad is None or not entries_of(grad).any() for grad in grads)
-
-
-def _held_by_none() -> list[torch.Tensor]:
-    """The parameters of models under amp that no optimizer under amp steps itself: half weights are among them."""
-    held = {id(param) for optimizer in optimizer_index.listed() for param in optimizer._amp_stash.leaves.masterless}
-    modules = dict.fromkeys(module for model in model_index.live for module in model.modules())
-    params = [param for module in modules for param in module._parameters.values() if param is not None]
-    return [param for param in params if id(param) not in held]

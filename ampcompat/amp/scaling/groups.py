@@ -63,8 +63,10 @@ def _take_in(optimizer: AmpOptimizer) -> None:
     stash.groups = [list(group["params"]) for group in optimizer.param_groups]
 
 
-def follow_groups() -> None:
+def follow_groups(looks_at_all: bool = False) -> None:
     """Follow the groups of all optimizers under amp where they have changed: a tensor may have gone to another.
+
+    After a call of ``initialize``, ``looks_at_all``: the weights in a group that is the same may be half now.
 
     Blocks give gradients to every tensor of a loss, and unscale those of their own optimizers. So what comes to an
     optimizer, and no other holds, comes without a gradient where losses are scaled.
@@ -73,7 +75,7 @@ def follow_groups() -> None:
     known = {key for optimizer in optimizers for key in optimizer._amp_stash.leaves.ids()}
     for optimizer in optimizers:
         stash = optimizer._amp_stash
-        if _is_up_to_date(optimizer, stash):
+        if not looks_at_all and _is_up_to_date(optimizer, stash):
             continue
         _take_in(optimizer)
         if stash.session.has_scaled:
