@@ -59,7 +59,7 @@ _REPLACED_METHOD = (
 
 
 class _Gradient(NamedTuple):
-    """A gradient as a block has left it, or as a step has found it."""
+    """A gradient as a block has left it."""
 
     tensor: weakref.ref[torch.Tensor]
     version: int
@@ -103,9 +103,9 @@ class Watch:
         self._passes: weakref.WeakKeyDictionary[Block, list[torch.Tensor]] = weakref.WeakKeyDictionary()
         # Optimizers that had a block since their last step.
         self._had_block: weakref.WeakSet[AmpOptimizer] = weakref.WeakSet()
-        # Half gradients as blocks have left them, and as steps have found them.
+        # Half gradients: as blocks have left them, and those that the last step has found.
         self._left: weakref.WeakKeyDictionary[Master, _Gradient] = weakref.WeakKeyDictionary()
-        self._used: weakref.WeakKeyDictionary[Master, _Gradient] = weakref.WeakKeyDictionary()
+        self._used: weakref.WeakKeyDictionary[Master, weakref.ref[torch.Tensor]] = weakref.WeakKeyDictionary()
         # Optimizers that have stepped, and that amp does not know; and the gradients of their tensors, by the id of the
         # tensor: as they were before an open block, and those that the last block has left scaled.
         self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -161,7 +161,7 @@ class Watch:
             warn_once("no block", _NO_BLOCK)
         self._had_block.discard(optimizer)
         for master, grad in with_gradients.items():
-            self._used[master] = _noted(grad)
+            self._used[master] = weakref.ref(grad)
 
     def on_step(self, optimizer: AmpOptimizer, skipped: bool | None) -> None:
         """End the watch with the first step after the last block."""
@@ -172,7 +172,7 @@ class Watch:
         """Whether half gradients are new since the last step, and no master has one; the first stands for all."""
         for master, grad in with_gradients.items():
             used = self._used.get(master)
-            is_new = used is None or not used.is_still(grad)
+            is_new = used is None or _torch.tensor_of(used) is not grad
             return is_new and master.value.grad is None
         return False
 

@@ -236,9 +236,13 @@ class Block:
         holders = self._holders()
         for scaler in scalers:
             flag = scaler.adjust(found_inf) if moves_scale else scaler.put_off(found_inf)
-            if flag is not None:
-                for stash in holders:
+            if flag is None:
+                continue
+            for stash in holders:
+                if moves_scale:
                     stash.note_overflow(scaler, flag)
+                else:
+                    stash.note_delayed_overflow(scaler, flag)
         for stash in self.stashes:
             stash.unaveraged = {}
 

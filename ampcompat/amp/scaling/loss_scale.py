@@ -48,7 +48,6 @@ class MovingScale:
         largest: The limit of growth.
         last_pass: The flag of the last backward pass.
         pending: The flag of passes since the last transition that have put theirs off; None where there are none.
-            Optimizers hold the same tensor: where a script counts the passes itself, it is zeroed for them.
     """
 
     def __init__(self, growth_factor: float) -> None:
@@ -159,13 +158,10 @@ class MovingScale:
     def put_off(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
         """Leave a pass to the next transition; returns the flag for the step, as :meth:`adjust` does. No host sync."""
         flag = self.note_pass(found_inf)
-        if self.pending is None:
-            self.pending = flag.clone()
-        else:
-            self.pending.copy_(torch.maximum(self.pending, flag))
+        self.pending = flag if self.pending is None else torch.maximum(self.pending, flag)
         if not self.is_dynamic:
             return None
-        return self.pending
+        return flag
 
     def _move(self, found_inf: torch.Tensor) -> None:
         """Back off where ``found_inf`` is set, else count a clean pass, and grow after enough of them. No host sync.

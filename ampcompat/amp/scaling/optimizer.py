@@ -81,7 +81,8 @@ def _refuse_in_block(optimizer: AmpOptimizer, stash: OptimizerState) -> None:
         gradients = "master weights get their gradients at its end"
     whose = "its scale_loss block"
     if optimizer not in open_block.optimizers:
-        whose = f"the scale_loss block of a {type(open_block.optimizers[0]).__name__} that shares parameters with it"
+        other = type(open_block.optimizers[0]).__name__
+        whose = f"the scale_loss block of another optimizer ({other}) that shares parameters with it"
     raise RuntimeError(
         f"optimizer.step() inside {whose} - {gradients} - leave the block first: `with"
         " amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, then step (D38)."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -28,6 +28,24 @@ StepFlag = tuple[LossScaler, torch.Tensor]
 FlagCopy = tuple[LossScaler, _torch.HostCopy]
 
 
+class DelayedOverflow(NamedTuple):
+    """Whether blocks overflowed that put off the transition of their scale.
+
+    Attributes:
+        scaler: The scaler of their losses.
+        flag: As that of a :data:`StepFlag`.
+        taken_before: ``scaler.taken_by_script`` when the flag was noted.
+    """
+
+    scaler: LossScaler
+    flag: torch.Tensor
+    taken_before: int
+
+    def is_taken(self) -> bool:
+        """Whether the script has counted these passes, and decides about their step."""
+        return self.scaler.taken_by_script != self.taken_before
+
+
 @dataclass(eq=False)
 class OptimizerState:
     """What amp keeps with one optimizer.
@@ -39,8 +57,8 @@ class OptimizerState:
         shared: Ids of the leaves that another optimizer holds, too.
         overflows: Whether blocks since the last step overflowed, as one flag for each scaler: the next step is skipped
             if any is set, whatever the script clears before it.
-        delayed_overflows: The same of blocks that put off the transition of their scale: the scaler's ``pending`` flag,
-            which its ``update_scale()`` zeroes.
+        delayed_overflows: The same of blocks that put off the transition of their scale: where the script has called
+            the scaler's ``update_scale()`` since, it decides about the step itself.
         unaveraged: The scalers of blocks that have left gradients of this process alone (``no_sync``), the latest last,
             with the scale of the block: they count these passes when the gradients are averaged.
         skipped: Whether the last step was skipped; None before the first step, and where the device decided.
@@ -57,7 +75,7 @@ class OptimizerState:
     leaves: Leaves = field(default_factory=Leaves)
     shared: Set[int] = frozenset()
     overflows: dict[LossScaler, torch.Tensor] = field(default_factory=dict)
-    delayed_overflows: dict[LossScaler, torch.Tensor] = field(default_factory=dict)
+    delayed_overflows: dict[LossScaler, DelayedOverflow] = field(default_factory=dict)
     unaveraged: dict[LossScaler, torch.Tensor | None] = field(default_factory=dict)
     skipped: bool | None = None
     undecided_steps: list[list[FlagCopy]] = field(default_factory=list)
@@ -69,22 +87,23 @@ class OptimizerState:
     # -- overflows -----------------------------------------------------------------------------------------------------
     def note_overflow(self, scaler: LossScaler, flag: torch.Tensor) -> None:
         """Note what a block has found: the next step is skipped if ``flag`` is set."""
-        if flag is not scaler.pending:
-            self._add_overflow(scaler, flag)
-            return
-        earlier = self.delayed_overflows.get(scaler)
-        if earlier is not None and earlier is not flag:  # a block has counted these passes since
-            self._add_overflow(scaler, earlier)
-        self.delayed_overflows[scaler] = flag
-
-    def _add_overflow(self, scaler: LossScaler, flag: torch.Tensor) -> None:
-        """Combine ``flag`` with the flag of ``scaler``: an optimizer that never steps keeps one for all blocks."""
         earlier = self.overflows.get(scaler)
         self.overflows[scaler] = flag if earlier is None else torch.maximum(earlier, flag)
 
+    def note_delayed_overflow(self, scaler: LossScaler, flag: torch.Tensor) -> None:
+        """Do the same for a block that puts the transition of its scale off: the script may yet decide itself."""
+        earlier = self.delayed_overflows.get(scaler)
+        if earlier is not None and not earlier.is_taken():
+            flag = torch.maximum(earlier.flag, flag)
+        self.delayed_overflows[scaler] = DelayedOverflow(scaler, flag, scaler.taken_by_script)
+
     def flags(self) -> list[StepFlag]:
         """The flags any of which skips the next step."""
-        return [*self.overflows.items(), *self.delayed_overflows.items()]
+        flags = list(self.overflows.items())
+        if self.delayed_overflows:
+            delayed = self.delayed_overflows.values()
+            flags += [(overflow.scaler, overflow.flag) for overflow in delayed if not overflow.is_taken()]
+        return flags
 
     def take_flags(self) -> list[StepFlag]:
         """The flags any of which skips the next step, which are forgotten."""

@@ -27,6 +27,10 @@ class LossScaler(MovingScale):
         min_loss_scale: Floor of back-off; None means 2^-24 (apex let the scale die at zero).
         max_loss_scale: Cap of growth.
         loss_id: Which loss of its session this scaler serves; named in messages.
+
+    Attributes:
+        taken_by_script: How often a script has counted passes that blocks have put off: flags of these passes, which
+            optimizers have noted before, skip no step.
     """
 
     # Flags of apex's scaler, which scripts read and set: unscaling is fused on every device, and nothing is warned of.
@@ -54,6 +58,7 @@ class LossScaler(MovingScale):
         if self.is_dynamic and self.written_scale > self.largest:
             self.written_scale = self.largest
         self._lent_buffer: torch.Tensor | None = None  # what a script has put in the place of ``_overflow_buf``
+        self.taken_by_script = 0
 
     # -- what legacy code reads and writes -----------------------------------------------------------------------------
     def loss_scale(self) -> float:
@@ -176,14 +181,12 @@ class LossScaler(MovingScale):
         self._take_pending()
 
     def _take_pending(self) -> torch.Tensor | None:
-        """Take the flag of passes that have put their transition off, also from the optimizers that have noted it."""
+        """Take the flag of passes that have put their transition off: the script decides about their step."""
         pending = self.pending
-        if pending is None:
-            return None
-        self.pending = None
-        taken = pending.clone()
-        pending.zero_()
-        return taken
+        if pending is not None:
+            self.pending = None
+            self.taken_by_script += 1
+        return pending
 
     def note_pass(self, found_inf: torch.Tensor | None) -> torch.Tensor:
         """As a moving scale does; a dynamic one shows the flag in the buffer that a script has lent, too."""
