@@ -7,6 +7,19 @@ When a block ends, its backward pass is *counted*: the scale makes its transitio
 with ``delay_unscale`` or ``delay_overflow_check``, or one that an exception has left, puts that off
 (:meth:`MovingScale.put_off`): its flag is ``pending`` until the next block counts it, or the script does, by
 ``LossScaler.update_scale()``. Optimizers note the flag at once, so that the next step is skipped all the same.
+
+What counts passes:
+
+=============================  ==================================================================================
+caller                         when
+=============================  ==================================================================================
+``Block._count_pass``          a block ends: those of its loss, and of earlier blocks whose gradients were averaged
+                               with its own
+``steps._count_averaged``      a step begins, and the script has averaged gradients by itself
+``LossScaler.update_scale``    the script calls it
+=============================  ==================================================================================
+
+Scripts also write the scale, and load it: see ``scaler``.
 """
 
 from __future__ import annotations
