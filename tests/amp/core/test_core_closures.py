@@ -351,7 +351,7 @@ def test_a_plain_backward_in_a_closure_is_named():
     model, optimizer = start("O2", MAKERS["SGD"])
     held = float32_masters(optimizer)
     before = [p.detach().clone() for p in held]
-    with pytest.warns(UserWarning):
+    with pytest.warns(UserWarning, match="no scale_loss block"):
         optimizer.step(Calls(model, optimizer, scaled=False))
     assert same(before, held)
 
