@@ -6,6 +6,7 @@ from core_kit import backward, loss_of, masters, net, same, sgd, start
 from internals import float32_masters, process_state
 
 from ampcompat import amp
+from ampcompat.amp.observers import observing
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.scaling.adapter import Adapter, use
 
@@ -83,6 +84,7 @@ def after_a_delayed_block(level, move):
     return models[0], optimizers[0]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_delayed_gradients_survive_a_changed_scale(level, move):
@@ -352,6 +354,21 @@ def test_a_loss_that_cannot_be_scaled_leaves_the_block_closed(level):
         pass
     assert not process_state()["open_blocks"]
     assert same(grads(optimizer), accumulated)
+    backward(model, optimizer, 2)
+    assert_close(level, grads(optimizer), summed(level, 1, 2))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_observer_that_raises_as_a_block_begins_leaves_it_closed(level):
+    class Failing:
+        def on_scaled_loss(self, block, scaled):
+            raise ZeroDivisionError
+
+    model, optimizer = start(level)
+    backward(model, optimizer, 1)
+    with observing(Failing()), pytest.raises(ZeroDivisionError):
+        backward(model, optimizer, 2)
+    assert not process_state()["open_blocks"]
     backward(model, optimizer, 2)
     assert_close(level, grads(optimizer), summed(level, 1, 2))
 

@@ -128,6 +128,7 @@ MISTAKES = {
 CASES = [(level, act) for act, (levels, *_) in MISTAKES.items() for level in levels]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("loss_scale", ["dynamic", 128.0])
 @pytest.mark.parametrize(("level", "act"), CASES, ids=lambda v: getattr(v, "__name__", v))
 def test_a_mistake_is_named_once_with_its_fix(level, act, loss_scale):
@@ -149,6 +150,7 @@ def test_the_warning_points_at_the_script(act, scheduled):
     assert warning.filename in (__file__, backward.__code__.co_filename)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(("level", "options"), [("O0", {}), ("O1", {"loss_scale": 1.0}), ("O3", {}), ("O4", {})])
 @pytest.mark.parametrize("act", MISTAKES, ids=lambda v: v.__name__)
 def test_at_a_scale_of_one_without_masters_nothing_is_a_mistake(level, options, act):
@@ -332,7 +334,7 @@ RIGHT = [
 ]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("act", RIGHT, ids=lambda v: v.__name__)
 def test_right_use_is_not_warned_of(level, act):
     model, optimizer = start(level)
