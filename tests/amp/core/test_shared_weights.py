@@ -253,6 +253,17 @@ def test_a_block_at_a_scale_of_one_leaves_gradients_to_torch():
     assert not amp.step_was_skipped(a)
 
 
+@pytest.mark.parametrize("by_another", [False, True])
+def test_a_block_at_a_scale_of_one_is_refused_where_its_gradients_would_be_divided(by_another):
+    """Inside the open block of another loss, at whose end they would be unscaled with the others."""
+    model, a, b = start("O1", num_losses=2)
+    amp._amp_state.loss_scalers[1] = amp.scaler.LossScaler(1.0)
+    with amp.scale_loss(loss_of(model, 0), a) as scaled:
+        scaled.backward()
+        with pytest.raises(RuntimeError, match=r"\(D38\)|of the same optimizer"):
+            block(model, 1, b if by_another else a, loss_id=1)
+
+
 # -- closures ------------------------------------------------------------------------------------------------------
 def test_a_step_with_closure_uses_what_was_not_cleared():
     """As in plain torch; the gradients of a head, which no other optimizer holds, its step has dropped."""
