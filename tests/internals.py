@@ -18,6 +18,7 @@ from ampcompat.amp.half.masters import master_of as master_of
 from ampcompat.amp.half.record import masters_by_name as masters_by_name
 from ampcompat.amp.half.record import masters_of as masters_of
 from ampcompat.amp.misuse import Watch
+from ampcompat.amp.misuse import end_watch as end_watch
 from ampcompat.amp.observers import observer_state
 from ampcompat.amp.scaling.block import block_state, open_block_of
 from ampcompat.amp.scaling.session import call_state
@@ -126,15 +127,9 @@ def skipped_as_far_as_known(optimizer):
 def overflow_flags(optimizer):
     """How many flags of overflows are kept for the next step."""
     stash = optimizer._amp_stash
-    return len(stash.overflows)
+    return len(stash.flags())
 
 
 def is_watched():
     """Whether mistakes are looked for: in the first blocks."""
     return any(isinstance(observer, Watch) for observer in observer_state.observers)
-
-
-def end_watch():
-    """End the look at the first blocks for mistakes, which takes ops of its own."""
-    for observer in [each for each in observer_state.observers if isinstance(each, Watch)]:
-        observer.end()

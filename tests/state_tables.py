@@ -25,22 +25,22 @@ class Table(NamedTuple):
 GRADIENTS: Final = Table(
     head=("event", "gradients"),
     rows=(
-        ("block begins", "older ones are saved in the block; those of `no_sync` go into `p.grad`, scaled"),
-        ("block ends", "new ones are unscaled, saved ones added"),
-        ("block ends with an overflow", "the same; a step is skipped, other holders check"),
+        ("block begins", "older ones are set aside; those of `no_sync` stay, multiplied by the scale"),
+        ("block ends", "new ones are unscaled, older ones added"),
+        ("block ends with an overflow", "the same; whoever holds them skips a step"),
         ("block gives no gradient", "older ones come back"),
-        ("ends with `delay_unscale`", "the same; the next block, step or `amp.master_params` moves the scale"),
-        ("ends in DDP's `no_sync`", "the same; the next block brings them back to be averaged"),
-        ("block raises", "as it began"),
+        ("ends with `delay_unscale`", "as without it; the scale moves with the next block"),
+        ("ends in DDP's `no_sync`", "as without it; the next block has them averaged with its own"),
+        ("block raises", "as it ends, with what the failed pass has added; the scale moves with the next block"),
         ("end of the block raises", "cleared (None), older ones too"),
-        ("`step`", "used; dropped from masters"),
-        ("`step` after an overflow", "skipped; dropped from masters"),
+        ("`step`", "used; cleared in masters"),
+        ("`step` after an overflow", "not used, once; cleared in masters"),
         ("`step` of one of two holders", "used; shared masters keep them"),
-        ("`zero_grad`", "gone, with what is known of them"),
-        ("`p.grad` cleared", "gone, in masters too"),
+        ("`zero_grad`", "cleared; an overflow skips the next step all the same"),
+        ("`p.grad` cleared", "cleared, in masters too; an overflow skips the next step all the same"),
         ("`p.grad` edited", "used; masters do not see it"),
         ("`load_state_dict`", "as they are"),
-        ("a param joins with a gradient", "dropped where losses are scaled"),
+        ("a param joins with a gradient", "dropped where its call has scaled losses"),
     ),
 )
 
@@ -116,12 +116,11 @@ STATE_CHANGES: Final = Table(
         (
             "`step`, skipped",
             "-",
-            "`overflows`: none; `skipped`: True; `checks_gradients`: True",
+            "`overflows`: none; `skipped`: True",
             "-",
             "`value.grad`: None; `grad_shown`: False",
         ),
-        ("`zero_grad`, step made", "-", "-", "-", "`half.grad`: None"),
-        ("`zero_grad`, step skipped", "-", "`checks_gradients`: False", "-", "`half.grad`: None"),
+        ("`zero_grad`", "-", "-", "-", "`half.grad`: None"),
     ),
 )
 

@@ -117,6 +117,7 @@ from ampcompat._torch.modules import (
     steps_in_backward,
     tensor_of,
     uncompiled,
+    watch_zero_grad,
 )
 from ampcompat._torch.parameters import (
     DataWrites,

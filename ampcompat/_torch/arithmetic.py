@@ -236,6 +236,13 @@ def found_inf_and_scale(
     return found_inf, None if is_unscaled else scale
 
 
+def is_window(grad: torch.Tensor) -> bool:
+    """Whether ``grad`` is a part of another tensor's memory, as in DDP's buckets."""
+    if grad.layout != torch.strided or type(grad).__name__ == "DTensor":  # FSDP2 reduces into new memory
+        return False
+    return grad._is_view() or grad.untyped_storage().nbytes() != grad.numel() * grad.element_size()
+
+
 def _sparse(
     indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, coalesced: bool | None = None
 ) -> torch.Tensor:
@@ -297,10 +304,3 @@ def sum_of(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if b.is_sparse:
         return a + b
     return a.add_(b)
-
-
-def is_window(grad: torch.Tensor) -> bool:
-    """Whether ``grad`` is a part of another tensor's memory, as in DDP's buckets."""
-    if grad.layout != torch.strided or type(grad).__name__ == "DTensor":  # FSDP2 reduces into new memory
-        return False
-    return grad._is_view() or grad.untyped_storage().nbytes() != grad.numel() * grad.element_size()

@@ -109,7 +109,7 @@ class ShardedUnit:
         for group in self._groups:
             group.mp_policy = policy
             for param in group.fsdp_params:
-                _drop_waiting(group, param)
+                _clear_kept(group, param)
                 param.mp_policy = policy
                 # Both are made once, of the dtype that was gathered first.
                 param.all_gather_outputs = []
@@ -129,9 +129,32 @@ class ShardedUnit:
                 return True
         return False
 
+    def kept_gradients(self, params: set[int]) -> list[torch.Tensor]:
+        """The gradients of ``params`` (ids) that earlier backward passes have kept from other ranks."""
+        found: list[torch.Tensor] = []
+        for group in self._groups:
+            held = [param for param in group.fsdp_params if id(param.sharded_param) in params]
+            if held and vars(group).get("_partial_reduce_output") is not None:
+                found.append(group._partial_reduce_output)
+            for param in held:
+                unsharded = vars(param).get("_unsharded_param")
+                accumulated = vars(param).get("unsharded_accumulated_grad")
+                if accumulated is not None:
+                    found.append(accumulated)
+                if unsharded is not None and unsharded.grad is not None:
+                    found.append(unsharded.grad)
+        return [local_part(grad) for grad in found]
 
-def _drop_waiting(group: Any, param: Any) -> None:
-    """Forget the gradient of ``param`` that waits for a reduction, wherever this torch keeps it."""
+    def clear_kept_gradients(self, params: set[int]) -> None:
+        """Clear what :meth:`kept_gradients` returns."""
+        for group in self._groups:
+            for param in group.fsdp_params:
+                if id(param.sharded_param) in params:
+                    _clear_kept(group, param)
+
+
+def _clear_kept(group: Any, param: Any) -> None:
+    """Clear the gradient of ``param`` that waits for a reduction, wherever this torch keeps it."""
     if vars(group).get("_partial_reduce_output") is not None:
         group._partial_reduce_output = None
     if vars(param).get("unsharded_accumulated_grad") is not None:  # before torch 2.15

@@ -32,6 +32,18 @@ def register_state_dict_hooks(
     ]
 
 
+def watch_zero_grad(zeroed: Callable[[torch.nn.Module, bool], None], undo: ExitStack) -> None:
+    """Call ``zeroed(module, set_to_none)`` after each ``module.zero_grad()``."""
+    original: Callable[..., None] = torch.nn.Module.zero_grad
+
+    @functools.wraps(original)
+    def zero_grad(self: torch.nn.Module, set_to_none: bool = True) -> None:
+        original(self, set_to_none)
+        zeroed(self, set_to_none)
+
+    replace(torch.nn.Module, "zero_grad", zero_grad, undo)
+
+
 def patch_ddp_constructor(after: Callable[[DistributedDataParallel, bool], None], undo: ExitStack) -> None:
     """Call ``after(ddp, whether it broadcast rank 0's weights)`` for every DDP that is made."""
     original: Callable[..., None] = DistributedDataParallel.__init__

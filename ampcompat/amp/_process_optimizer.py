@@ -33,8 +33,7 @@ class AmpOptimizerState(OptimizerState):
                 "params_have_scaled_gradients = True - only a scale_loss block knows by what gradients are scaled -"
                 " write `with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled: scaled.backward()`."
             )
-        is_delayed = any(scaler.pending is not None for scaler in self.session.scalers)
-        if is_delayed and any(leaf.grad is not None for leaf in self.leaves.tensors()):
+        if self.delayed_overflows and any(leaf.grad is not None for leaf in self.leaves.tensors()):
             raise RuntimeError(
                 "params_have_scaled_gradients = False after a scale_loss block with delay_unscale=True - the block has"
                 " unscaled the gradients already (D55) - do not divide them by the loss scale, and leave this line out."
@@ -47,7 +46,7 @@ class AmpOptimizerState(OptimizerState):
         Writing it changes nothing. apex patched ``step`` to skip, and skipped none of those that a script had marked as
         patched.
         """
-        return any(flag.item() for _, flag in self.overflows)
+        return any(flag.item() for _, flag in self.flags())
 
     @already_patched.setter
     def already_patched(self, value: bool) -> None:
@@ -103,7 +102,7 @@ class AmpOptimizerState(OptimizerState):
         """Refused: apex's lists of gradients from before a block."""
         raise AttributeError(
             "optimizer._amp_stash has no all_fp16_grad_stash, all_fp32_grad_stash or all_fp32_from_fp32_grad_stash -"
-            " older gradients stay in p.grad, multiplied by the scale of the block - read them before the block."
+            " blocks keep older gradients to themselves - read p.grad before the block, or after it."
         )
 
     all_fp32_grad_stash = all_fp16_grad_stash

@@ -20,7 +20,6 @@ from ampcompat.amp.adapters import checkpoint_names, ddp, fsdp, wrapped
 from ampcompat.amp.casts.rules import rules_by_name
 from ampcompat.amp.half.boundary import BoundaryPolicy, replace_policy
 from ampcompat.amp.half.casting import cast_weights
-from ampcompat.amp.half.devices import model_index
 from ampcompat.amp.half.forward import ModelPolicy
 from ampcompat.amp.half.keep_fp32 import select
 from ampcompat.amp.half.model_class import set_policy
@@ -33,9 +32,10 @@ from ampcompat.amp.options import check_keywords
 from ampcompat.amp.properties import Properties, read_properties
 from ampcompat.amp.scaling import checkpoint
 from ampcompat.amp.scaling.checkpoint import load_state_dict, state_dict
+from ampcompat.amp.scaling.clearing import watch_modules
 from ampcompat.amp.scaling.groups import follow_groups, model_tensor
 from ampcompat.amp.scaling.optimizer import attach, detach
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, calls_in_use, optimizer_index, scalers_shown
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, optimizer_index, scalers_shown
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session, call_state
 from ampcompat.amp.session_casts import begin_casts, release_casts
@@ -343,12 +343,13 @@ def _take_over(session: Session, objects: _Objects) -> None:
             attach(optimizer, session, AmpOptimizerState)
         else:
             _release_optimizer(optimizer)
-    follow_groups()
+    follow_groups(looks_at_all=True)
     if session.enabled:
         ddp.install()
         begin_casts(session)
         if session.policy.master_weights:
             watch_writes()
+        watch_modules()
         if session.policy.master_weights or not all(scaler.is_one for scaler in session.scalers):
             watch_more(len(session.scalers))
     view_state.view = view

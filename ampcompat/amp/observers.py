@@ -5,8 +5,8 @@ An observer is an object with any of these methods, called in the thread of the 
 * ``on_initialize()``: a call of ``initialize`` has returned.
 * ``on_forward(model, args, kwargs)`` and ``on_output(model, output)``: the forward of an initialized model, eager.
 * ``on_scale_loss(loss, scaler, optimizers)``: a block opens; nothing has changed yet, and casts are as in the script.
-* ``on_scaled_loss(block, scaled)``: its loss and older gradients were scaled.
-* ``on_block_end(block)``: it has closed, also by an exception.
+* ``on_scaled_loss(block, scaled)``: its loss was scaled; older gradients are set aside.
+* ``on_block_end(block, has_failed)``: it has closed, by an exception where it has failed.
 * ``on_gradients(scaler, optimizers)``: a block has closed; gradients are unscaled, non-finite ones included, and
   neither clipped nor freed yet.
 * ``on_failure(error)``: an exception leaves the forward of an initialized model, or a block.

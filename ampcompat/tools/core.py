@@ -120,11 +120,12 @@ def scale_and_passes(numbers: Numbers) -> tuple[float, float]:
 
 def overflowed_scalers(optimizer: Optimizer) -> list[LossScaler]:
     """In ``on_step``: the scalers of the losses whose overflow skipped the step. A host sync for each flag."""
-    return [scaler for scaler, flag in optimizer._amp_stash.overflows.items() if bool(flag.item())]
+    flags = optimizer._amp_stash.flags()
+    return list(dict.fromkeys(scaler for scaler, flag in flags if flag.item()))
 
 
 def has_warned_of(mistake: str) -> bool:
-    """Whether amp has warned of ``mistake``, a key of ``scaling.mistakes``."""
+    """Whether amp has warned of ``mistake``, a key of ``warn_once`` in ``amp.misuse``."""
     return mistake in state.warned
 
 

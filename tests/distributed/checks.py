@@ -253,15 +253,18 @@ def overflow_of_one_of_several_losses_with_no_sync(level: str) -> None:
 
 
 def a_block_that_raises_after_no_sync(level: str) -> None:
+    """What its backward pass has added stays, as in plain torch; all ranks have the same gradients in the end."""
+
     class Stop(Exception):
         pass
 
     model, optimizer, run = two_losses(level)
 
-    def accumulated(fail: str) -> list[torch.Tensor]:
+    def accumulated(*parts: int, fail: str = "") -> list[torch.Tensor]:
         optimizer.zero_grad()
-        with run.no_sync(), amp.scale_loss(part_of_a_loss(run, 0), optimizer) as scaled:
-            scaled.backward()
+        for part in parts:
+            with run.no_sync(), amp.scale_loss(part_of_a_loss(run, part), optimizer) as scaled:
+                scaled.backward()
         if fail:
             try:  # a synchronised forward without its backward would have DDP reduce the next pass
                 with run.no_sync() if fail == "before" else contextlib.nullcontext():
@@ -275,11 +278,12 @@ def a_block_that_raises_after_no_sync(level: str) -> None:
         backward(part_of_a_loss(run, 2), optimizer)
         return [p.grad.detach().clone() for p in amp.master_params(optimizer)]
 
-    accumulated("")  # DDP lays its buckets out anew after its first backward, and gloo sums in bucket order
-    want = accumulated("")
-    for fail in ("before", "after"):
-        got = accumulated(fail)
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), fail
+    accumulated(0)  # DDP lays its buckets out anew after its first backward, and gloo sums in bucket order
+    for got, want in zip(accumulated(0, fail="before"), accumulated(0), strict=True):
+        assert torch.equal(got, want)
+    for got, want in zip(accumulated(0, fail="after"), accumulated(0, 1), strict=True):
+        # The failed pass was averaged: sums are rounded in another order, at O2 in half.
+        torch.testing.assert_close(got, want, rtol=2e-3 if level == "O2" else 1e-6, atol=1e-6)
     optimizer.step()
     everything_is_equal(model, optimizer)
 

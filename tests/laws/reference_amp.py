@@ -26,8 +26,7 @@ class Scaler:
     maximum: float
     window: int
     unskipped: int = 0
-    put_off: bool = False
-    delayed: bool = False  # a step makes that transition, if no block has
+    put_off: bool = False  # a pass that has left its transition to the next block has overflowed
 
     @classmethod
     def make(cls, loss_scale, minimum, maximum, window):
@@ -37,7 +36,6 @@ class Scaler:
 
     def update(self, overflow):
         overflow, self.put_off = overflow or self.put_off, False
-        self.delayed = False
         if not self.dynamic:
             self.unskipped += 1
         elif overflow:
@@ -124,34 +122,11 @@ class Optimizer:
     torch: torch.optim.Optimizer
     weights: list[Weight]
     shared: set[Weight] = field(default_factory=set)  # another one holds these too
-    flags: bool = False  # blocks of dynamic scales have looked for an overflow
-    overflow: bool = False
-    cleared_flags: bool = False  # the same of blocks since the last step whose gradients were cleared
-    cleared_overflow: bool = False
-    suspect: bool = False  # gradients that are not finite may be there
+    overflow: bool = False  # a block since the last step, at a dynamic scale
     skipped: bool = False
-    delayed: set[Scaler] = field(default_factory=set)  # whose transitions its blocks have put off
-
-    def count_delayed(self):
-        for scaler in self.delayed:
-            if scaler.delayed:
-                scaler.update(False)
 
     def gradients(self):
         return [weight.value.grad for weight in self.weights if weight.value.grad is not None]
-
-    def clear(self):
-        self.forget_flags()
-        self.delayed = set()
-
-    def forget_flags(self):
-        self.cleared_flags |= self.flags
-        self.cleared_overflow |= self.overflow
-        self.flags = self.overflow = self.suspect = False
-
-    def forget_flags_of_cleared(self):
-        if (self.flags or self.suspect) and not self.gradients():
-            self.forget_flags()
 
     def zero_grad(self, set_to_none=True):
         self.torch.zero_grad(set_to_none)
@@ -163,20 +138,13 @@ class Optimizer:
                 weight.zero()
 
     def step(self):
-        looked_at = self.gradients() if self.suspect or self.cleared_flags else []
-        left = not all(bool(grad.isfinite().all()) for grad in looked_at)
-        self.skipped = self.overflow or (left and (self.suspect or self.cleared_overflow))
-        # Then whether it skipped is not known yet, where there was a flag.
-        decides_itself = bool(self.torch.defaults.get("fused")) and (self.flags or bool(looked_at))
+        self.skipped = self.overflow
+        self.overflow = False
         if not self.skipped:
             self.torch.step()
         for weight in self.weights:
             weight.cleared = False
             weight.push()
-        has_overflowed = self.suspect or self.flags or self.cleared_flags
-        self.suspect = has_overflowed and (decides_itself or self.skipped)
-        self.flags = self.overflow = self.cleared_flags = self.cleared_overflow = False
-        self.delayed = set()
         for weight in self.weights:  # those that others step too keep their gradients until they are cleared
             if weight.has_master and weight not in self.shared:
                 weight.forget()
@@ -243,10 +211,7 @@ class Reference:
         known = {weight for one in self.optimizers for weight in one.weights}
         new = []
         for one in self.optimizers:
-            before = one.weights
             one.weights = [by_value[id(p)] for group in one.torch.param_groups for p in group["params"]]
-            if self.has_scaled and one.weights != before:
-                one.suspect = True
             new += [weight for weight in one.weights if weight not in known]
         for one in self.optimizers:
             held_by_others = {weight for other in self.optimizers if other is not one for weight in other.weights}
@@ -386,10 +351,8 @@ class Reference:
         self.open.append(block)
         self.backward(loss.float() * block.scale, step)
         self.open.remove(block)
-        if step["raises"]:
-            self.put_back(block)
-        else:
-            self.end(block, not step["delay_overflow_check"], step["delay_unscale"])
+        waits = step["raises"] or step["delay_overflow_check"] or step["delay_unscale"]
+        self.end(block, counts=not waits)
 
     def nested(self, step):
         """A block in a block."""
@@ -453,7 +416,6 @@ class Reference:
         block = Block(chosen, weights, scaler.scale, scaler)
         for one in chosen:
             self.drop_cleared(one.weights)
-            one.forget_flags_of_cleared()
         for one in chosen:
             for weight in one.weights:
                 if not weight.has_master and weight.leaf.grad is not None:
@@ -467,34 +429,16 @@ class Reference:
             if weight.shown is not None and weight.leaf.grad is None:
                 weight.forget()
 
-    def put_back(self, block):
-        """What accumulated before the block is there again; its own gradients are not."""
-        self.drop_cleared(block.weights)
-        for weight in block.weights:
-            weight.leaf.grad, weight.shown = block.saved.get(weight), None
-            weight.show()
+    def end(self, block, counts=True):
+        overflow = self.unscale(block, counts)
+        for one in self.optimizers:
+            if set(one.weights) & set(block.weights):
+                one.overflow |= overflow
 
-    def end(self, block, check=True, delay=False):
-        overflow, flags = self.unscale(block, check, delay)
-        for one in block.chosen:
-            one.flags |= flags
-            one.overflow |= overflow
-            if delay:
-                one.delayed.add(block.scaler)
-            else:
-                one.count_delayed()
-                one.delayed = set()
-        if flags:
-            for other in self.optimizers:
-                if other not in block.chosen and set(other.weights) & set(block.weights):
-                    other.suspect = True
-
-    def unscale(self, scaled, check, delay):
-        """Unscale, add up, and move the scales; whether that overflowed where it matters, and whether it may."""
+    def unscale(self, scaled, counts):
+        """Unscale, add up, and move the scale, or leave that to its next block; whether a step must be skipped."""
         overflow = False
         inverse = torch.tensor(1 / scaled.scale, dtype=torch.float32)
-        if any(weight.leaf.grad is None for weight in scaled.weights):
-            self.drop_cleared(scaled.weights)
         for weight in scaled.weights:
             new, old = weight.leaf.grad, scaled.saved.get(weight)
             if new is None:
@@ -510,31 +454,25 @@ class Reference:
                 unscaled = unscaled.to(new.dtype)
                 weight.leaf.grad = unscaled if old is None else unscaled + old
         scaler = scaled.scaler
-        if check and not delay:
+        if counts:
             scaler.update(overflow)
         else:
-            scaler.delayed |= delay and scaler.dynamic
-            scaler.put_off |= overflow and scaler.dynamic
-        is_checked = scaler.dynamic
-        return overflow and is_checked, is_checked
+            scaler.put_off |= overflow
+        return overflow and scaler.dynamic
 
     def step(self, step):
         one = self.optimizers[step["optimizer"]]
         self.refuse_open(one.weights)
-        one.count_delayed()
         self.drop_cleared(one.weights)
         one.step()
         if step["asks"]:
             self.skipped = one.skipped
 
-    def note_cleared(self, weights):
-        """Forget what is known of the gradients of ``weights``."""
+    def clear_set_aside(self, weights):
+        """Clear what open blocks have set aside of ``weights``."""
         cleared = set(weights)
         for each in self.open:
             each.saved = {weight: grad for weight, grad in each.saved.items() if weight not in cleared}
-        for one in self.optimizers:
-            if set(one.weights) <= cleared:
-                one.clear()
 
     def clear(self, step):
         who, how = step["who"], step["how"]
@@ -542,7 +480,7 @@ class Reference:
             one = self.optimizers[step["optimizer"]]
             self.drop_cleared(one.weights)
             one.zero_grad(how == "none")
-            self.note_cleared(one.weights)
+            self.clear_set_aside(one.weights)
             return
         for weight in self.cleared_by(step):
             if how == "none":
@@ -557,7 +495,7 @@ class Reference:
             elif weight.leaf.grad is not None:  # by hand: masters do not hear of it
                 weight.leaf.grad.zero_()
         if who == "model":
-            self.note_cleared(self.cleared_by(step))
+            self.clear_set_aside(self.cleared_by(step))
 
     def edit(self, step):
         """Edit the gradients of the model: those of masters stay as they are."""
@@ -573,8 +511,6 @@ class Reference:
         """Outside of blocks, a script that asks for masters finds their gradients unscaled."""
         for one in chosen:
             self.drop_cleared(one.weights)
-            if not self.open:
-                one.count_delayed()
 
     def clip(self, step):
         self.look([self.optimizers[step["optimizer"]]])
@@ -626,9 +562,9 @@ class Reference:
             weight.forget()
         for one in self.optimizers:
             one.zero_grad()
-            one.clear()
+            one.overflow = False
         for scaler in self.scalers:
-            scaler.put_off = scaler.delayed = False
+            scaler.put_off = False
         for weight in self.weights:
             weight.leaf.data = weight.leaf.data.contiguous()
         return True

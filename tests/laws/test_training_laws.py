@@ -449,7 +449,6 @@ CLEARED_IN_THE_MODEL = {
     "the last block gave none": [[block(0, paths=[[0]]), block(0, paths=[[1]])], []],
     "the last block was empty": [[block(0), block(0, passes=0)], []],
     "the last block raised": [[block(0), block(0, raises="after")], []],
-    "before the block of another": [[block(0)], [block(1)]],
     "before clipping": [[block(0)], [{"do": "clip", "optimizer": 0, "norm": 2.0**-6}]],
     "before zero_grad": [[block(0)], [clear("optimizer", "zeros")]],
 }

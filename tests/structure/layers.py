@@ -42,29 +42,10 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
         *("devices", "forward", "model_class", "keep_fp32", "boundary", "unwrap"),
     ),
     "scaling": (
-        *(
-            "mistakes",
-            "loss_scale",
-            "scaler",
-            "session",
-            "adapter",
-            "optimizer_state",
-            "open_blocks",
-            "unscaling",
-        ),
-        *(
-            "groups",
-            "unreduced",
-            "clearing",
-            "steps",
-            "closures",
-            "backward_methods",
-            "block",
-            "scale_loss",
-        ),
-        *("optimizer", "checkpoint"),
+        *("loss_scale", "scaler", "session", "adapter", "leaves", "unscaling", "older_gradients", "optimizer_state"),
+        *("groups", "block", "scale_loss", "backward_methods", "clearing", "steps", "closures", "optimizer"),
+        "checkpoint",
     ),
-    "misuse": ("rule", "half_gradients", "unknown_optimizers", "block_rules", "step_rules", "watch"),
 }
 #: Modules outside ``amp`` that every module of it may import.
 SHARED: Final = frozenset(("_state", "_torch", "_types", "_log"))

@@ -108,18 +108,13 @@ class _Ddp(Adapter):
     """DDP, which keeps gradients on their rank in ``no_sync``."""
 
     def defers_reduction(self, leaves: Sequence[torch.Tensor]) -> bool:
-        wrappers = ddp_index.wrappers or ()
-        return _hold_any(leaves, [one for one in wrappers if _keeps_gradients(one)])
+        wrappers = [wrapper for wrapper in ddp_index.wrappers or () if _leaves_gradients_unaveraged(wrapper)]
+        if not wrappers:
+            return False
+        ids = set(map(id, leaves))
+        return any(id(param) in ids for wrapper in wrappers for param in wrapper.module.parameters())
 
 
-def _keeps_gradients(wrapper: Any) -> bool:
-    """Whether ``wrapper`` leaves gradients on their rank now: ``no_sync``, or apex's ``disable_allreduce``."""
+def _leaves_gradients_unaveraged(wrapper: Any) -> bool:
+    """Whether ``wrapper`` leaves gradients on their rank now: in ``no_sync``, or after apex's ``disable_allreduce``."""
     return not wrapper.require_backward_grad_sync or not getattr(wrapper, "allreduce_enabled", True)
-
-
-def _hold_any(leaves: Sequence[torch.Tensor], wrappers: list[Any]) -> bool:
-    """Whether one of ``wrappers`` is around a model that has any of ``leaves``."""
-    if not wrappers:
-        return False
-    ids = set(map(id, leaves))
-    return any(id(param) in ids for wrapper in wrappers for param in wrapper.module.parameters())

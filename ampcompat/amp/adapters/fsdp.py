@@ -142,6 +142,15 @@ class _Fsdp(Adapter):
         ids = set(map(id, leaves))
         return any(unit.holds_back(ids) for unit in _units())
 
+    def kept_gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        ids = set(map(id, leaves))
+        return [grad for unit in _units() for grad in unit.kept_gradients(ids)]
+
+    def clear_kept_gradients(self, leaves: Sequence[torch.Tensor]) -> None:
+        ids = set(map(id, leaves))
+        for unit in _units():
+            unit.clear_kept_gradients(ids)
+
     def combined_flag(self, flag: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         meshes = _torch.meshes_of(tensors)
         if not meshes:

@@ -157,8 +157,8 @@ class Master:
         """Leave ``half``, which is float32 again, without a master; optimizers may still hold ``value``."""
         master_index.by_tensor.pop(id(self.half), None)
 
-    def drop_gradient(self) -> None:
-        """Forget what blocks have left in ``value.grad``."""
+    def clear_gradient(self) -> None:
+        """Clear ``value.grad``, the sum of what blocks have given."""
         self.grad_shown = False
         self.value.grad = None
 

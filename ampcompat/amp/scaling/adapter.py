@@ -38,8 +38,15 @@ class Adapter:
     """
 
     def defers_reduction(self, leaves: Sequence[torch.Tensor]) -> bool:
-        """Whether gradients of any of ``leaves`` stay on this rank until a later backward pass (``no_sync``), or until the script averages."""
+        """Whether gradients of any of ``leaves`` are those of this rank alone, as in ``no_sync``."""
         return False
+
+    def kept_gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Gradients of ``leaves`` that the wrapper keeps to itself until a later backward pass."""
+        return []
+
+    def clear_kept_gradients(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Clear what :meth:`kept_gradients` returns."""
 
     def combined_flag(self, flag: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Combine ``flag`` with those of all ranks that hold shards of ``tensors``; all of them must call it.

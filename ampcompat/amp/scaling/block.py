@@ -1,28 +1,48 @@
-"""A ``scale_loss`` block from its entry to its end, and what each event does to gradients.
+"""A ``scale_loss`` block from its beginning to its end, and what each event does to gradients.
 
-While a block is open, ``p.grad`` holds what its backward pass gives, multiplied by its scale; older gradients are set
-aside in the block, and added as it ends, however it ends. Outside of blocks all gradients are unscaled. A float32 parameter gets gradient 2 at scale 1024; then, since the scale
-has grown, gradient 3 at scale 2048:
+While a block is open, ``p.grad`` holds what its backward pass gives, multiplied by its scale. Older gradients are set
+aside in the block, and added as it ends, however it ends. Outside of blocks, gradients are never multiplied. A float32
+parameter gets gradient 2 at scale 1024; then, since the scale has grown, gradient 3 at scale 2048:
 
 ============================  ==========  =======================================  ==============================
 moment                        ``p.grad``  elsewhere                                by
 ============================  ==========  =======================================  ==============================
 first block begins            None        the loss is multiplied by 1024           :meth:`Block.__enter__`
 ``scaled.backward()``         2048                                                 torch
-first block ends              2           the optimizer notes the overflow flag,   :meth:`Block._unscale`
-                                          and the scale grows
-second block begins           None        the block saves 2                        ``set_aside``
+first block ends              2           the scale grows; the optimizer notes     :meth:`Block._unscale`
+                                          the overflow flag, which is not set
+second block begins           None        the block has set 2 aside                :meth:`Block.__enter__`
 ``scaled.backward()``         6144                                                 torch
 second block ends             5                                                    :meth:`Block._unscale`
-``optimizer.step()``          5           reads the flag                           ``make_or_skip_step``
+``optimizer.step()``          5           reads the flag                           ``steps.make_or_skip_step``
 ============================  ==========  =======================================  ==============================
 
-At levels with masters, the unscaled sum is the gradient of the master: the head of ``gradients`` has the numbers. A
-block that an exception leaves ends as any other, but for the scale: what the failed pass has added stays, as in plain
-torch. Gradients of this process alone, as in DDP's ``no_sync``, need no more than that the scale waits: an overflow
-stays in them, multiplied or not, until a block has them averaged, and all processes find it.
+At levels with masters, the unscaled sum is the gradient of the master: the head of ``unscaling`` has the numbers. What
+each event does:
 
-apex kept lists of older gradients for each optimizer (``apex/amp/handle.py: scale_loss``, ``_process_optimizer.py``).
+==============================  ====================================================================================
+event                           gradients
+==============================  ====================================================================================
+block begins                    older ones are set aside; those of ``no_sync`` stay, multiplied by the scale
+block ends                      new ones are unscaled, older ones added
+block ends with an overflow     the same; whoever holds them skips a step
+block gives no gradient         older ones come back
+ends with ``delay_unscale``     as without it; the scale moves with the next block
+ends in DDP's ``no_sync``       as without it; the next block has them averaged with its own
+block raises                    as it ends, with what the failed pass has added; the scale moves with the next block
+end of the block raises         cleared (None), older ones too
+``step``                        used; cleared in masters
+``step`` after an overflow      not used, once; cleared in masters
+``step`` of one of two holders  used; shared masters keep them
+``zero_grad``                   cleared; an overflow skips the next step all the same
+``p.grad`` cleared              cleared, in masters too; an overflow skips the next step all the same
+``p.grad`` edited               used; masters do not see it
+``load_state_dict``             as they are
+a param joins with a gradient   dropped where its call has scaled losses
+==============================  ====================================================================================
+
+Blocks and steps know each tensor once, also where several optimizers hold it. apex kept lists of gradients for each
+optimizer (``apex/amp/handle.py: scale_loss``, ``_process_optimizer.py``).
 """
 
 from __future__ import annotations
@@ -38,10 +58,12 @@ from ampcompat.amp.casts.ambience import follow_ambient_casts
 from ampcompat.amp.hints import add_hint
 from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.scaling.adapter import adapter_state
-from ampcompat.amp.scaling.gradients import add_saved, clear, scale_unreduced, set_aside, unscale_all
 from ampcompat.amp.scaling.groups import follow_changes
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, Leaves, OptimizerState, optimizer_index
+from ampcompat.amp.scaling.leaves import Leaves
+from ampcompat.amp.scaling.older_gradients import OlderGradients, rescale_kept, scale_unaveraged
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, optimizer_index
 from ampcompat.amp.scaling.scaler import LossScaler
+from ampcompat.amp.scaling.unscaling import share_overflows, unscale_gradients
 
 
 @dataclass(eq=False)
@@ -49,7 +71,7 @@ class BlockState(Part):
     """The blocks of this process.
 
     Attributes:
-        open_blocks: The ``scale_loss`` blocks that are open.
+        open_blocks: The ``scale_loss`` blocks that are open, without those that leave gradients to torch.
     """
 
     open_blocks: list[Block] = field(default_factory=list)
@@ -59,9 +81,11 @@ block_state = state.add(BlockState())
 
 
 def open_block_of(leaves: Leaves) -> Block | None:
-    """The open block that gives gradients to any of ``leaves``; none that leaves gradients to torch."""
-    blocks = [block for block in block_state.open_blocks if not block.is_plain]
-    return next((block for block in blocks if not block.leaves.ids().isdisjoint(leaves.ids())), None)
+    """The open block that gives gradients to any of ``leaves``."""
+    if not block_state.open_blocks:
+        return None
+    ids = leaves.ids()
+    return next((block for block in block_state.open_blocks if not ids.isdisjoint(block.leaves.ids())), None)
 
 
 @dataclass(eq=False)
@@ -72,32 +96,32 @@ class Block:
         scaler: The scaler of its loss.
         optimizers: The optimizers that it was opened for.
         loss: The script's loss, until it is scaled.
-        leaves_scale: Whether the scale is left alone at its end.
+        delays_scale: Whether the next block moves the scale, in the place of this one.
+        entered: Whether it was entered.
         stashes: What amp keeps with each of its optimizers; looked up when it opens, as the leaves are.
         leaves: The tensors that its backward pass gives gradients to.
-        scale: What their gradients are multiplied by (0-dim float32); None where nothing is scaled.
-        saved: Older gradients of this block's tensors, while it is open.
         is_plain: Whether it leaves gradients to torch: the scale is always one, and there are no masters.
-        has_gradients: Whether its tensors had any at its end; None before, and in a plain block.
-        entered: Whether it was entered.
+        scale: What its loss is multiplied by (0-dim float32); None where that is always one.
+        older: Gradients from before it, while it is open.
+        has_gradients: Whether its tensors had new gradients at its end; None before, and in a plain block.
     """
 
     scaler: LossScaler
     optimizers: list[AmpOptimizer]
     loss: torch.Tensor
-    leaves_scale: bool
+    delays_scale: bool
+    entered: bool = field(init=False, default=False)
     stashes: list[OptimizerState] = field(init=False)
     leaves: Leaves = field(init=False)
+    is_plain: bool = field(init=False)
     scale: torch.Tensor | None = field(init=False, default=None)
-    saved: dict[torch.Tensor, torch.Tensor] = field(init=False, default_factory=dict)
-    is_plain: bool = field(init=False, default=False)
+    older: OlderGradients = field(init=False, default_factory=OlderGradients)
     has_gradients: bool | None = field(init=False, default=None)
-    entered: bool = field(init=False, default=False)
 
-    # -- entry ---------------------------------------------------------------------------------------------------------
+    # -- the beginning -------------------------------------------------------------------------------------------------
     @_torch.eager
     def __enter__(self) -> torch.Tensor:
-        """Multiply older gradients by the scale; return the scaled loss."""
+        """Set older gradients aside; return the scaled loss."""
         if self.entered:
             raise RuntimeError(
                 "a scale_loss block was entered twice - it is for one backward pass - call amp.scale_loss(loss,"
@@ -105,44 +129,59 @@ class Block:
             )
         self.entered = True
         follow_ambient_casts()
-        for optimizer in self.optimizers:
-            follow_changes(optimizer)
-        self.stashes = [optimizer._amp_stash for optimizer in self.optimizers]
-        self.leaves = _leaves_of(self.stashes)
-        is_one = self.scaler.is_one
-        self.is_plain = is_one and not self._has_masters()
-        if block_state.open_blocks:
+        self._find_leaves()
+        if block_state.open_blocks and not self.is_plain:
             _refuse_inside_another(self)
         if observer_state.observers:
             notify("on_scale_loss", self.loss, self.scaler, self.optimizers)
-        if not is_one:
-            self.scale = self.scaler.copy_on(self.loss.device)
-        scaled = self.loss.float() if self.scale is None else self.loss.float() * self.scale
-        del self.loss  # so that it is freed when the script drops it
+        scaled = self._multiply()
         if not self.is_plain:
-            if any(stash.unreduced for stash in self.stashes):
-                scale_unreduced(self.leaves, self.scaler, self.scale)
-            else:
-                set_aside(self.leaves, self.saved)
-        block_state.open_blocks.append(self)
+            self._make_room()
+            block_state.open_blocks.append(self)
         if observer_state.observers:
             notify("on_scaled_loss", self, scaled)
         return scaled
 
-    def _has_masters(self) -> bool:
-        """Whether its optimizers step masters, to which the gradients of half weights are added at the end."""
-        return any(stash.leaves.masters or stash.session.policy.master_weights for stash in self.stashes)
+    def _find_leaves(self) -> None:
+        """Find the tensors that get gradients, and whether anything is to be done about these."""
+        for optimizer in self.optimizers:
+            follow_changes(optimizer)
+        self.stashes = [optimizer._amp_stash for optimizer in self.optimizers]
+        self.leaves = _leaves_of(self.stashes)
+        has_masters = any(stash.leaves.masters or stash.session.policy.master_weights for stash in self.stashes)
+        self.is_plain = self.scaler.is_one and not has_masters
 
-    # -- exit ----------------------------------------------------------------------------------------------------------
+    def _multiply(self) -> torch.Tensor:
+        """Return the loss times the scale, in float32."""
+        scaled = self.loss.float()
+        if not self.scaler.is_one:
+            self.scale = self.scaler.copy_on(self.loss.device)
+            scaled = scaled * self.scale
+        del self.loss  # so that it is freed when the script drops it
+        return scaled
+
+    def _make_room(self) -> None:
+        """Make room for new gradients in ``p.grad``."""
+        unaveraged = [stash for stash in self.stashes if stash.unaveraged]
+        if not unaveraged:
+            self.older.set_aside(self.leaves)
+            return
+        scale_unaveraged(self.leaves, self.scaler, self.scale)
+        for stash in unaveraged:
+            *_, scale_before = stash.unaveraged.values()
+            rescale_kept(stash.leaves, scale_before, self.scale)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
     @_torch.eager
     def __exit__(self, kind: object, error: BaseException | None = None, trace: object = None) -> None:
-        """Unscale the gradients; after an exception, leave the scale alone, and add a hint to it."""
-        block_state.open_blocks.remove(self)
+        """Unscale the new gradients and add older ones; after an exception, leave the scale alone."""
+        has_failed = kind is not None
         if not self.is_plain:
-            self._unscale(has_failed=kind is not None)
+            block_state.open_blocks.remove(self)
+            self._unscale(has_failed)
         if observer_state.observers:
-            notify("on_block_end", self)
-            if kind is None:
+            notify("on_block_end", self, has_failed)
+            if not has_failed:
                 notify("on_gradients", self.scaler, self.optimizers)
         if isinstance(error, Exception):
             if observer_state.observers:
@@ -150,41 +189,65 @@ class Block:
             add_hint(error)
 
     @_torch.without_grad
-    def _unscale(self, *, has_failed: bool) -> None:
-        """Unscale the gradients, and have the scaler and the optimizers note the flag. No host sync."""
-        scaler = self.scaler
-        moves_scale = not has_failed and not self.leaves_scale
-        try:
-            self.has_gradients = unscale_all(self.leaves, scaler, self.scale, is_shared=not has_failed) or bool(self.saved)
-            add_saved(self.saved)
-        except BaseException:
-            scaler.forget_found_inf()
-            clear(self.leaves)
-            self.saved.clear()
-            say("Unscaling raised: the gradients that were to be unscaled are cleared.")
-            raise
-        scalers = [scaler]
-        if adapter_state.adapters:
-            scalers += [each for stash in self.stashes for each in stash.unreduced]
-            if any(adapter.defers_reduction(self.leaves.tensors()) for adapter in adapter_state.adapters):
-                scaler.forget_found_inf()  # other processes do not know of it
-                for stash in self.stashes:
-                    stash.unreduced = list(dict.fromkeys(scalers))
-                return
-        found_inf = scaler.take_found_inf()
-        for each in scalers if len(scalers) == 1 else dict.fromkeys(scalers):
-            flag = self._count(each, found_inf, moves_scale)
-            for stash in self._holders():
-                stash.unreduced = []
-                if flag is not None:
-                    stash.note_overflow(each, flag)
+    def _unscale(self, has_failed: bool) -> None:
+        """Unscale the new gradients, add older ones, and count the backward pass. No host sync.
 
-    def _count(self, scaler: LossScaler, found_inf: torch.Tensor | None, moves_scale: bool) -> torch.Tensor | None:
-        """Have ``scaler`` count the pass; return the flag for the step."""
-        return scaler.adjust(found_inf) if moves_scale else scaler.put_off(found_inf)
+        After an exception there is no collective call: other ranks may not come here. What the failed pass has left
+        counts as gradients of this process alone then.
+        """
+        try:
+            self.has_gradients = unscale_gradients(self.leaves, self.scaler, self.scale)
+            if self.scale is not None and not has_failed:
+                share_overflows(self.leaves, self.scaler)
+            if self.older:
+                self.older.add_to_new()
+        except BaseException:
+            self._give_up()
+            raise
+        if adapter_state.adapters and (has_failed or self._leaves_gradients_unaveraged()):
+            self.scaler.forget_found_inf()  # other processes do not know of it
+            for stash in self.stashes:
+                stash.note_unaveraged(self.scaler, self.scale)
+        else:
+            self._count_pass(moves_scale=not (has_failed or self.delays_scale))
+
+    def _give_up(self) -> None:
+        """Clear all gradients: some may be unscaled, and others not."""
+        self.scaler.forget_found_inf()
+        self.leaves.clear_gradients()
+        self.older = OlderGradients()
+        say("Unscaling raised: the gradients that were to be unscaled are cleared.")
+
+    def _leaves_gradients_unaveraged(self) -> bool:
+        """Whether its gradients are those of this process alone."""
+        tensors = self.leaves.tensors()
+        return any(adapter.defers_reduction(tensors) for adapter in adapter_state.adapters)
+
+    def _count_pass(self, moves_scale: bool) -> None:
+        """Have the scaler count the backward pass, and optimizers note its flag; or leave that to the next block.
+
+        Scalers of blocks whose gradients were averaged with these count theirs: whose loss an overflow stems from, no
+        process knows.
+        """
+        found_inf = self.scaler.take_found_inf()
+        scalers = {self.scaler: None}
+        for stash in self.stashes:
+            scalers.update(dict.fromkeys(stash.unaveraged))
+        holders = self._holders()
+        for scaler in scalers:
+            flag = scaler.adjust(found_inf) if moves_scale else scaler.put_off(found_inf)
+            if flag is None:
+                continue
+            for stash in holders:
+                if moves_scale:
+                    stash.note_overflow(scaler, flag)
+                else:
+                    stash.note_delayed_overflow(scaler, flag)
+        for stash in self.stashes:
+            stash.unaveraged = {}
 
     def _holders(self) -> list[OptimizerState]:
-        """Its optimizers' stashes; those of others too where they hold a tensor that got gradients here."""
+        """The stashes of its optimizers, and of others that hold a tensor which got gradients here."""
         if not any(stash.shared for stash in self.stashes):
             return self.stashes
         ids = self.leaves.ids()

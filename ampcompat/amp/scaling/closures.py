@@ -13,8 +13,8 @@ import torch
 from ampcompat.amp.casts.contexts import Saved, restored
 from ampcompat.amp.half.masters import align_written
 from ampcompat.amp.scaling.groups import follow_changes
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState
-from ampcompat.amp.scaling.steps import StepFlag, announce_skip, finish, flags_set, make_ready, report_all, update_weights
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, StepFlag
+from ampcompat.amp.scaling.steps import announce_skip, finish, flags_set, make_ready, report_all, update_weights
 
 
 class _SkipStep(Exception):
@@ -31,46 +31,21 @@ def step_with_closure(
     instead: it stops where it is, or goes back to where it was.
     """
     stash: OptimizerState = optimizer._amp_stash
-    losses: list[Any] = []
-    has_acted = False  # whether the optimizer has been given gradients to use, so that the step cannot be skipped
-
-    def run() -> Any:
-        follow_changes(optimizer)
-        align_written(stash.leaves.masters)
-        with torch.enable_grad(), restored(outside):
-            losses.append(closure())
-        make_ready(optimizer, stash)
-        return losses[-1]
-
-    def run_for_step() -> Any:
-        nonlocal has_acted
-        loss = run()
-        overflowed = _take_flags(stash)
-        if overflowed and not has_acted:
-            announce_skip(overflowed)
-            raise _SkipStep
+    evaluation = _Evaluation(optimizer, closure, outside)
+    if not _evaluates_first(optimizer):
+        overflowed = evaluation.look_at_earlier_gradients()
         if overflowed:
-            for gradient in stash.leaves.gradients():
-                gradient.zero_()
-        has_acted = True
-        return loss
-
-    overflowed: list[StepFlag] = []
-    has_earlier = False
-    if not _evaluates_first(optimizer):  # it may begin with gradients that are there
-        make_ready(optimizer, stash)
-        has_earlier = bool(stash.overflows)
-        overflowed = _take_flags(stash) if has_earlier else []
-    has_acted = has_earlier
+            announce_skip(overflowed)
+            evaluation.run()
+            make_ready(optimizer, stash)
+            _take_flags(stash)  # of this evaluation; the step is skipped all the same
+            finish(optimizer, stash, skipped=True)
+            return evaluation.first_loss
     try:
-        if overflowed:
-            announce_skip(overflowed)
-            run()
-            raise _SkipStep
-        result = update_weights(optimizer, stash, original, run_for_step)
+        result = update_weights(optimizer, stash, original, evaluation.run_for_step)
     except _SkipStep:
         finish(optimizer, stash, skipped=True)
-        return losses[0]
+        return evaluation.first_loss
     finish(optimizer, stash, skipped=False)
     return result
 
@@ -83,9 +58,65 @@ def _evaluates_first(optimizer: AmpOptimizer) -> bool:
     return type(optimizer).__module__.startswith(("torch.optim.", "ampcompat.optimizers."))
 
 
+class _Evaluation:
+    """The evaluations of a closure in one step.
+
+    Attributes:
+        first_loss: What the first one has returned.
+        has_acted: Whether the optimizer has been given gradients to use in this step, which can no longer be skipped.
+    """
+
+    def __init__(self, optimizer: AmpOptimizer, closure: Callable[[], Any], outside: Saved) -> None:
+        self._optimizer = optimizer
+        self._stash: OptimizerState = optimizer._amp_stash
+        self._closure = closure
+        self._outside = outside
+        self.first_loss: Any = None
+        self.has_acted = False
+
+    def look_at_earlier_gradients(self) -> list[StepFlag]:
+        """Return the flags that are set of gradients from before the step, with which the optimizer begins it."""
+        stash = self._stash
+        make_ready(self._optimizer, stash)
+        has_earlier = bool(stash.flags())
+        overflowed = _take_flags(stash) if has_earlier else []
+        self.has_acted = has_earlier and not overflowed
+        return overflowed
+
+    def run(self) -> Any:
+        """Call the closure, with grad on and the casts of the code that called ``step``; return its loss.
+
+        Weights follow the masters before.
+        """
+        follow_changes(self._optimizer)
+        align_written(self._stash.leaves.masters)
+        with torch.enable_grad(), restored(self._outside):
+            loss = self._closure()
+        if self.first_loss is None:
+            self.first_loss = loss
+        return loss
+
+    def run_for_step(self) -> Any:
+        """Do the same for the optimizer, which uses the gradients.
+
+        Raises:
+            _SkipStep: They have overflowed, and it has yet to act.
+        """
+        loss = self.run()
+        make_ready(self._optimizer, self._stash)
+        overflowed = _take_flags(self._stash)
+        if overflowed and not self.has_acted:
+            announce_skip(overflowed)
+            raise _SkipStep
+        if overflowed:
+            for gradient in self._stash.leaves.gradients():
+                gradient.zero_()
+        self.has_acted = True
+        return loss
+
+
 def _take_flags(stash: OptimizerState) -> list[StepFlag]:
     """Return the flags that are set, and forget all of them."""
     report_all(stash)
-    flags = stash.overflows
-    stash.overflows = []
+    flags = stash.take_flags()
     return flags_set(flags) if flags else []

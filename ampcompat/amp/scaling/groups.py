@@ -18,7 +18,8 @@ from ampcompat.amp.half.devices import model_index
 from ampcompat.amp.half.masters import Master, master_of
 from ampcompat.amp.half.record import check_replaced, ensure_master, note_half, record_of
 from ampcompat.amp.half.saving import hook
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, Leaves, OptimizerState, optimizer_index
+from ampcompat.amp.scaling.leaves import Leaves
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, optimizer_index
 from ampcompat.amp.scaling.session import Session
 
 #: By the id of a parameter: the modules that hold it, and its name in each.
@@ -51,8 +52,10 @@ def _is_up_to_date(optimizer: AmpOptimizer, stash: OptimizerState) -> bool:
     return True
 
 
-def follow_groups() -> None:
+def follow_groups(looks_at_all: bool = False) -> None:
     """Follow the groups of all optimizers under amp where they have changed: a tensor may have gone to another.
+
+    After a call of ``initialize``, ``looks_at_all``: the weights in a group that is the same may be half now.
 
     Blocks give gradients to every tensor of a loss, and unscale those of their own optimizers. So what comes to an
     optimizer, and no other holds, comes without a gradient where losses are scaled.
@@ -61,7 +64,7 @@ def follow_groups() -> None:
     known = {key for optimizer in optimizers for key in optimizer._amp_stash.leaves.ids()}
     for optimizer in optimizers:
         stash = optimizer._amp_stash
-        if _is_up_to_date(optimizer, stash):
+        if not looks_at_all and _is_up_to_date(optimizer, stash):
             continue
         groups = optimizer.param_groups
         stash.leaves = _take_in(optimizer, groups)

@@ -5,8 +5,21 @@ This is all that a step needs of a scaler; ``scaler.LossScaler`` adds apex's nam
 
 When a block ends, its backward pass is *counted*: the scale makes its transition (:meth:`MovingScale.adjust`). A block
 with ``delay_unscale`` or ``delay_overflow_check``, or one that an exception has left, puts that off
-(:meth:`MovingScale.put_off`): its flag is ``pending`` until the next block counts it, or the script by
-``LossScaler.update_scale()``. The optimizer notes the flag at once, so that its step is skipped all the same.
+(:meth:`MovingScale.put_off`): its flag is ``pending`` until the next block counts it, or the script does, by
+``LossScaler.update_scale()``. Optimizers note the flag at once, so that the next step is skipped all the same.
+
+What counts passes:
+
+=============================  ==================================================================================
+caller                         when
+=============================  ==================================================================================
+``Block._count_pass``          a block ends: those of its loss, and of earlier blocks whose gradients were averaged
+                               with its own
+``steps._count_averaged``      a step begins, and the script has averaged gradients by itself
+``LossScaler.update_scale``    the script calls it
+=============================  ==================================================================================
+
+Scripts also write the scale, and load it: see ``scaler``.
 """
 
 from __future__ import annotations
@@ -47,8 +60,7 @@ class MovingScale:
         smallest: The limit of back-off.
         largest: The limit of growth.
         last_pass: The flag of the last backward pass.
-        pending: The flag of passes since the last transition that have put theirs off; None: there are none. Optimizers
-            hold the same tensor, so that a script which counts the passes itself can clear it for them.
+        pending: The flag of passes since the last transition that have put theirs off; None where there are none.
     """
 
     def __init__(self, growth_factor: float) -> None:
@@ -159,11 +171,10 @@ class MovingScale:
     def put_off(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
         """Leave a pass to the next transition; returns the flag for the step, as :meth:`adjust` does. No host sync."""
         flag = self.note_pass(found_inf)
-        if self.pending is None:
-            self.pending = flag.clone()
-        else:
-            self.pending.copy_(torch.maximum(self.pending, flag))
-        return self.pending if self.is_dynamic else None
+        self.pending = flag if self.pending is None else torch.maximum(self.pending, flag)
+        if not self.is_dynamic:
+            return None
+        return flag
 
     def _move(self, found_inf: torch.Tensor) -> None:
         """Back off where ``found_inf`` is set, else count a clean pass, and grow after enough of them. No host sync.

@@ -19,9 +19,10 @@ import torch
 from ampcompat import _torch
 from ampcompat.amp.casts.contexts import CastsOff, cast_state, save
 from ampcompat.amp.half.masters import align_written, follow_requires_grad, master_of, push_all
+from ampcompat.amp.scaling.backward_methods import post_amp_backward, prepare_amp_backward
 from ampcompat.amp.scaling.block import block_state, open_block_of
+from ampcompat.amp.scaling.clearing import clear_by_optimizer, clear_with_model
 from ampcompat.amp.scaling.closures import step_with_closure
-from ampcompat.amp.scaling.gradients import clear_by_optimizer, drop_cleared, post_amp_backward, prepare_amp_backward
 from ampcompat.amp.scaling.groups import (
     follow_added_group,
     follow_changes,
@@ -86,7 +87,8 @@ def _refuse_in_block(optimizer: AmpOptimizer, stash: OptimizerState) -> None:
         gradients = "master weights get their gradients at its end"
     whose = "its scale_loss block"
     if optimizer not in open_block.optimizers:
-        whose = f"the scale_loss block of a {type(open_block.optimizers[0]).__name__} that shares parameters with it"
+        other = type(open_block.optimizers[0]).__name__
+        whose = f"the scale_loss block of another optimizer ({other}) that shares parameters with it"
     raise RuntimeError(
         f"optimizer.step() inside {whose} - {gradients} - leave the block first: `with"
         " amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, then step (D38)."
@@ -118,7 +120,7 @@ def prepare_masters(optimizer: AmpOptimizer) -> None:
     stash: OptimizerState = optimizer._amp_stash
     follow_changes(optimizer)
     if open_block_of(stash.leaves) is None:
-        drop_cleared(stash.leaves.masters)
+        clear_with_model(stash.leaves.masters)
         align_written(stash.leaves.masters)
     follow_requires_grad(stash.leaves.masters)
 
@@ -178,7 +180,6 @@ def attach(optimizer: AmpOptimizer, session: Session, kind: type[OptimizerState]
 
 def detach(optimizer: AmpOptimizer) -> None:
     """Undo :func:`attach`, but for the wrappers of methods, which pass on."""
-    stash: OptimizerState = optimizer._amp_stash
     follow_changes(optimizer)
     optimizer_index.live.pop(optimizer, None)
     give_back_params(optimizer)

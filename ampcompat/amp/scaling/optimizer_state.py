@@ -9,48 +9,41 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ampcompat import _torch
 from ampcompat._state import Part, state
 from ampcompat._types import Optimizer
-from ampcompat.amp.half.masters import Master
+from ampcompat.amp.scaling.leaves import Leaves
+from ampcompat.amp.scaling.older_gradients import OlderGradients
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session, call_state
 
-
-# -- the tensors of optimizers -----------------------------------------------------------------------------------------
-@dataclass(eq=False, slots=True)
-class Leaves:
-    """What one or several optimizers train, as the model holds it: each tensor once.
-
-    Attributes:
-        masters: Masters of the half tensors.
-        masterless: The tensors without a master, which optimizers step themselves.
-    """
-
-    masters: list[Master] = field(default_factory=list)
-    masterless: list[torch.Tensor] = field(default_factory=list)
-
-    def tensors(self) -> list[torch.Tensor]:
-        """The model's tensors."""
-        return [*[master.half for master in self.masters], *self.masterless]
-
-    def ids(self) -> set[int]:
-        """The ids of the model's tensors."""
-        return set(map(id, self.tensors()))
-
-    def gradients(self) -> list[torch.Tensor]:
-        """The gradients that a step uses: of masters, and of tensors without one."""
-        stepped = [*[master.value for master in self.masters], *self.masterless]
-        return [tensor.grad for tensor in stepped if tensor.grad is not None]
-
-
 # -- an optimizer ------------------------------------------------------------------------------------------------------
+#: The scaler of blocks, and whether they overflowed: 0-dim float32 on a device, not 0 if so.
+StepFlag = tuple[LossScaler, torch.Tensor]
 #: A scaler, and the host copy of its flag and of the scale to print.
 FlagCopy = tuple[LossScaler, _torch.HostCopy]
+
+
+class DelayedOverflow(NamedTuple):
+    """Whether blocks overflowed that put off the transition of their scale.
+
+    Attributes:
+        scaler: The scaler of their losses.
+        flag: As that of a :data:`StepFlag`.
+        taken_before: ``scaler.taken_by_script`` when the flag was noted.
+    """
+
+    scaler: LossScaler
+    flag: torch.Tensor
+    taken_before: int
+
+    def is_taken(self) -> bool:
+        """Whether the script has counted these passes, and decides about their step."""
+        return self.scaler.taken_by_script != self.taken_before
 
 
 @dataclass(eq=False)
@@ -62,14 +55,17 @@ class OptimizerState:
         groups: The params of each group, as last looked up.
         leaves: Masters of these params, and params without a master.
         shared: Ids of the leaves that another optimizer holds, too.
-        overflows: Whether blocks since the last step overflowed, each with the scaler of its loss: the next step is
-            skipped if any is set, whatever the script clears before it.
-        unreduced: The scalers of blocks since the last reduction, where gradients are those of this process alone.
+        overflows: Whether blocks since the last step overflowed, as one flag for each scaler: the next step is skipped
+            if any is set, whatever the script clears before it.
+        delayed_overflows: The same of blocks that put off the transition of their scale: where the script has called
+            the scaler's ``update_scale()`` since, it decides about the step itself.
+        unaveraged: The scalers of blocks that have left gradients of this process alone (``no_sync``), the latest last,
+            with the scale of the block: they count these passes when the gradients are averaged.
         skipped: Whether the last step was skipped; None before the first step, and where the device decided.
         undecided_steps: The flags of each step that only the device knows the outcome of, on their way to the host;
             the oldest first.
         device_skipped: Whether the latest of these whose outcome is known was skipped; None before the first.
-        put_aside: Gradients that ``_prepare_amp_backward`` has put aside.
+        older: Gradients that ``_prepare_amp_backward`` has set aside, for a script's own copy of ``scale_loss``.
         known_step: The optimizer's own ``step`` attribute, as last looked up.
         in_replaced_step: Whether a script's replacement of ``step`` runs; amp's wrapper is around it.
     """
@@ -78,30 +74,63 @@ class OptimizerState:
     groups: list[list[torch.Tensor]] = field(default_factory=list)
     leaves: Leaves = field(default_factory=Leaves)
     shared: Set[int] = frozenset()
-    overflows: list[tuple[LossScaler, torch.Tensor]] = field(default_factory=list)
-    unreduced: list[LossScaler] = field(default_factory=list)
+    overflows: dict[LossScaler, torch.Tensor] = field(default_factory=dict)
+    delayed_overflows: dict[LossScaler, DelayedOverflow] = field(default_factory=dict)
+    unaveraged: dict[LossScaler, torch.Tensor | None] = field(default_factory=dict)
     skipped: bool | None = None
     undecided_steps: list[list[FlagCopy]] = field(default_factory=list)
     device_skipped: bool | None = None
-    put_aside: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    older: OlderGradients = field(default_factory=OlderGradients)
     known_step: object = None
     in_replaced_step: bool = False
 
+    # -- overflows -----------------------------------------------------------------------------------------------------
     def note_overflow(self, scaler: LossScaler, flag: torch.Tensor) -> None:
         """Note what a block has found: the next step is skipped if ``flag`` is set."""
-        if not any(known is flag for _, known in self.overflows):  # passes that are put off share one flag
-            self.overflows.append((scaler, flag))
+        earlier = self.overflows.get(scaler)
+        self.overflows[scaler] = flag if earlier is None else torch.maximum(earlier, flag)
 
-    def drop_used_gradients(self) -> None:
-        """Drop the gradients of masters after a step, and the flags.
+    def note_delayed_overflow(self, scaler: LossScaler, flag: torch.Tensor) -> None:
+        """Do the same for a block that puts the transition of its scale off: the script may yet decide itself."""
+        earlier = self.delayed_overflows.get(scaler)
+        if earlier is not None and not earlier.is_taken():
+            flag = torch.maximum(earlier.flag, flag)
+        self.delayed_overflows[scaler] = DelayedOverflow(scaler, flag, scaler.taken_by_script)
+
+    def flags(self) -> list[StepFlag]:
+        """The flags any of which skips the next step."""
+        flags = list(self.overflows.items())
+        if self.delayed_overflows:
+            delayed = self.delayed_overflows.values()
+            flags += [(overflow.scaler, overflow.flag) for overflow in delayed if not overflow.is_taken()]
+        return flags
+
+    def take_flags(self) -> list[StepFlag]:
+        """The flags any of which skips the next step, which are forgotten."""
+        flags = self.flags()
+        self.forget_flags()
+        return flags
+
+    def forget_flags(self) -> None:
+        """Forget all flags: a step has looked at them."""
+        self.overflows = {}
+        self.delayed_overflows = {}
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+    def note_unaveraged(self, scaler: LossScaler, scale: torch.Tensor | None) -> None:
+        """Note that a block with ``scaler``, at ``scale``, has left gradients of this process alone."""
+        self.unaveraged.pop(scaler, None)
+        self.unaveraged[scaler] = scale
+
+    def clear_used_gradients(self) -> None:
+        """Clear the gradients of masters after a step, made or skipped.
 
         Gradients of tensors without a master stay until they are cleared, as in plain torch; so do those of masters
         that another optimizer shares.
         """
-        self.overflows = []
         for master in self.leaves.masters:
             if id(master.half) not in self.shared:
-                # As :meth:`Master.drop_gradient`, for thousands of masters at each step.
+                # As :meth:`Master.clear_gradient`, for thousands of masters at each step.
                 master.grad_shown = False
                 master.value.grad = None
 

@@ -27,6 +27,10 @@ class LossScaler(MovingScale):
         min_loss_scale: Floor of back-off; None means 2^-24 (apex let the scale die at zero).
         max_loss_scale: Cap of growth.
         loss_id: Which loss of its session this scaler serves; named in messages.
+
+    Attributes:
+        taken_by_script: How often a script has counted passes that blocks have put off: flags of these passes, which
+            optimizers have noted before, skip no step.
     """
 
     # Flags of apex's scaler, which scripts read and set: unscaling is fused on every device, and nothing is warned of.
@@ -54,6 +58,7 @@ class LossScaler(MovingScale):
         if self.is_dynamic and self.written_scale > self.largest:
             self.written_scale = self.largest
         self._lent_buffer: torch.Tensor | None = None  # what a script has put in the place of ``_overflow_buf``
+        self.taken_by_script = 0
 
     # -- what legacy code reads and writes -----------------------------------------------------------------------------
     def loss_scale(self) -> float:
@@ -169,15 +174,19 @@ class LossScaler(MovingScale):
 
     def clear_overflow_state(self) -> None:
         """Forget all overflows: of the last pass, and those noted since the last transition."""
-        self.forget_last_pass()
-        self.forget_found_inf()
-        self.pending = None
-
-    def forget_last_pass(self) -> None:
-        """Forget the flag of the last pass. While it is set, :meth:`unscale` writes nothing."""
         self.last_pass = None
         if self._lent_buffer is not None:
             self._lent_buffer.zero_()
+        self.forget_found_inf()
+        self._take_pending()
+
+    def _take_pending(self) -> torch.Tensor | None:
+        """Take the flag of passes that have put their transition off: the script decides about their step."""
+        pending = self.pending
+        if pending is not None:
+            self.pending = None
+            self.taken_by_script += 1
+        return pending
 
     def note_pass(self, found_inf: torch.Tensor | None) -> torch.Tensor:
         """As a moving scale does; a dynamic one shows the flag in the buffer that a script has lent, too."""
@@ -213,15 +222,12 @@ class LossScaler(MovingScale):
         buffer lent to ``_overflow_buf`` is looked at instead: it may hold the overflows of all ranks. As in apex
         (``apex/amp/scaler.py: LossScaler.update_scale``).
         """
-        pending = self.pending
-        self.pending = None
+        pending = self._take_pending()
         if self._lent_buffer is not None:
             self.add_found_inf((self._lent_buffer.reshape(()) != 0).float())
         elif pending is not None:
-            self.add_found_inf(pending.clone())
+            self.add_found_inf(pending)
         self.adjust(self.take_found_inf())
-        if pending is not None:
-            pending.zero_()  # the step of the optimizers that have noted it is the caller's
         return self._has_overflow
 
     # -- unscaling by hand ---------------------------------------------------------------------------------------------

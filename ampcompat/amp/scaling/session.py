@@ -53,7 +53,7 @@ class Session:
     @property
     def has_scaled(self) -> bool:
         """Whether its blocks may have left scaled gradients in tensors that its optimizers do not hold."""
-        return any(scaler.scale is not None for scaler in self.scalers)
+        return any(scaler.scale is not None and not scaler.is_one for scaler in self.scalers)
 
     def _make_policy(self) -> ModelPolicy:
         options = self.properties.options

@@ -1,8 +1,8 @@
 """One step of an optimizer: made, skipped by the host after an overflow, or left to an optimizer that skips by itself.
 
 An optimizer that takes ``found_inf`` (torch's ``fused=True``) skips on the device: no flag is read. The flags of such a
-step, and the scale to name, are copied to the host meanwhile. A later block or step says which steps were skipped, as
-far as the copies have arrived; ``amp.step_was_skipped`` waits for them.
+step, and the scale to name, are copied to the host meanwhile. A later step says which steps were skipped, as far as the
+copies have arrived; ``amp.step_was_skipped`` waits for them.
 
 apex replaced ``step`` by a function that skips, for one step after an overflow (``apex/amp/handle.py: scale_loss``). It
 read a flag at each step.
@@ -18,14 +18,13 @@ import torch
 
 from ampcompat import _torch
 from ampcompat.amp._amp_state import maybe_print
-from ampcompat.amp.half.masters import Master, align_written, push_all
+from ampcompat.amp.half.masters import align_written, push_all
 from ampcompat.amp.observers import notify, observer_state
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, FlagCopy, OptimizerState
+from ampcompat.amp.scaling.clearing import clear_with_model
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, FlagCopy, OptimizerState, StepFlag
 from ampcompat.amp.scaling.scaler import LossScaler
-from ampcompat.amp.scaling.gradients import any_non_finite, drop_cleared
+from ampcompat.amp.scaling.unscaling import any_non_finite
 
-#: A flag that skips a step if it is set (0-dim float32 on a device, not 0), and the scaler of the block that found it.
-StepFlag = tuple[LossScaler, torch.Tensor]
 R = TypeVar("R")
 
 
@@ -33,7 +32,7 @@ R = TypeVar("R")
 def make_or_skip_step(optimizer: AmpOptimizer, stash: OptimizerState, original: Callable[..., Any]) -> Any:
     """Read the flags and make the step or skip it; or lend them to an optimizer that skips by itself."""
     make_ready(optimizer, stash)
-    flags = stash.overflows
+    flags = stash.flags()
     if flags and skips_on_device(optimizer):
         return _step_on_device(optimizer, stash, flags, original)
     if flags:
@@ -53,29 +52,29 @@ def make_or_skip_step(optimizer: AmpOptimizer, stash: OptimizerState, original: 
 @_torch.eager
 def make_ready(optimizer: AmpOptimizer, stash: OptimizerState) -> None:
     """Do what has waited for a step: messages, and masters that follow the model."""
-    if stash.unreduced:
+    masters = stash.leaves.masters
+    if masters:
+        clear_with_model(masters)
+        align_written(masters)
+    if stash.unaveraged:
         _count_averaged(stash)
     if stash.undecided_steps:
         report_arrived(stash)
-    masters = stash.leaves.masters
-    if masters:
-        drop_cleared(masters)
-        align_written(masters)
     if observer_state.observers:
         notify("before_step", optimizer)
 
 
 def _count_averaged(stash: OptimizerState) -> None:
-    """Count the passes whose gradients the script has averaged by itself: no block has told. No host sync."""
+    """Count the passes of blocks that have left gradients unaveraged: the script averages by itself. No host sync."""
     gradients = stash.leaves.gradients()
-    if not gradients:
+    if not gradients:  # a wrapper may keep them all
         return
     found_inf = any_non_finite(gradients)
-    for scaler in stash.unreduced:
+    for scaler in stash.unaveraged:
         flag = scaler.adjust(found_inf)
         if flag is not None:
             stash.note_overflow(scaler, flag)
-    stash.unreduced = []
+    stash.unaveraged = {}
 
 
 # -- overflows ---------------------------------------------------------------------------------------------------------
@@ -92,7 +91,8 @@ def flags_set(flags: list[StepFlag]) -> list[StepFlag]:
 @_torch.eager
 def announce_skip(overflowed: list[StepFlag]) -> None:
     """Say which scalers' overflows skip a step: one host sync for each scale."""
-    announce([(scaler, scaler.scale_after_back_off().item()) for scaler in dict.fromkeys(scaler for scaler, _ in overflowed)])
+    scalers = dict.fromkeys(scaler for scaler, _ in overflowed)
+    announce([(scaler, scaler.scale_after_back_off().item()) for scaler in scalers])
 
 
 def announce(overflowed: list[tuple[LossScaler, float]]) -> None:
@@ -195,4 +195,5 @@ def finish(optimizer: AmpOptimizer, stash: OptimizerState, skipped: bool | None)
         if observer_state.observers:
             notify("on_step", optimizer, skipped)
     finally:
-        stash.drop_used_gradients()
+        stash.forget_flags()
+        stash.clear_used_gradients()

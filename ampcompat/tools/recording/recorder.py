@@ -88,11 +88,10 @@ class Recorder:
             blocks.scale = scale if blocks.scale is None else min(scale, blocks.scale)
 
     def on_gradients(self, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
-        """Copy the numbers of the scaler, unless the step is to move the scale."""
+        """Copy the numbers of the scaler."""
         if _torch.is_capturing():  # a replay runs no Python
             return
-        moves_later = scaler.pending is not None
-        numbers = None if moves_later else numbers_of(scaler)
+        numbers = numbers_of(scaler)
         for optimizer in optimizers:
             self._blocks_of(optimizer).numbers[scaler] = numbers
 

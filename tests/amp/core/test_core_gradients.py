@@ -127,22 +127,59 @@ def test_a_block_may_list_an_optimizer_twice(level):
     assert same(grads(optimizer), want)
 
 
+def by_the_optimizer(model, optimizer, set_to_none):
+    optimizer.zero_grad(set_to_none)
+
+
+def by_the_model(model, optimizer, set_to_none):
+    model.zero_grad(set_to_none)
+
+
+def by_its_modules(model, optimizer, set_to_none):
+    for module in model.children():
+        module.zero_grad(set_to_none)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_the_models_zero_grad_reaches_the_gradients_of_earlier_blocks(level, set_to_none):
-    """In an open block, and after a delayed one; that of a module in the model too."""
+@pytest.mark.parametrize("clear", [by_the_optimizer, by_the_model, by_its_modules])
+def test_zero_grad_reaches_the_gradients_of_earlier_blocks(level, set_to_none, clear):
+    """In an open block, which has set them aside, and after a delayed one."""
     model, optimizer = start(level)
     backward(model, optimizer, 1)
     with amp.scale_loss(loss_of(model, 2), optimizer) as scaled:
-        model.a.zero_grad(set_to_none)
-        model.b.zero_grad(set_to_none)
-        model.bn.zero_grad(set_to_none)
+        clear(model, optimizer, set_to_none)
         scaled.backward()
     assert same(grads(optimizer), single(level, 2))
     backward(model, optimizer, 1, delay_unscale=True)
-    model.zero_grad(set_to_none)
+    clear(model, optimizer, set_to_none)
     backward(model, optimizer, 3)
     assert same(grads(optimizer), single(level, 3))
+
+
+def test_gradients_that_are_views_of_the_gradient_of_one_flat_parameter():
+    """As contiguous_params makes them: a block cannot keep older gradients apart from new ones."""
+    layers = torch.nn.Linear(4, 3), torch.nn.Linear(3, 1)
+    model = torch.nn.Sequential(*layers)
+    params = list(model.parameters())
+    flat = torch.nn.Parameter(torch.cat([p.detach().flatten() for p in params]))
+    flat.grad = torch.zeros_like(flat)
+    at = 0
+    for param in params:
+        param.data = flat.data[at : at + param.numel()].view_as(param)
+        param.grad = flat.grad[at : at + param.numel()].view_as(param)
+        at += param.numel()
+    optimizer = torch.optim.SGD([flat], lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    before = flat.detach().clone()
+    with (
+        pytest.raises(RuntimeError, match=r"gradient from before the block .* - gradients of others are views of it"),
+        amp.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as scaled,
+    ):
+        scaled.backward()
+    assert flat.grad is None
+    optimizer.step()
+    assert torch.equal(flat.detach(), before)
 
 
 def a_head(model):
@@ -159,8 +196,7 @@ def test_gradients_of_a_later_param_begin_with_it(level):
         optimizer.step()
         optimizer.zero_grad()
     assert model.bn.weight.grad.any()
-    with pytest.warns(UserWarning, match="is multiplied by their loss scales, so it was dropped"):
-        optimizer.add_param_group({"params": [model.bn.weight]})
+    optimizer.add_param_group({"params": [model.bn.weight]})
     before = model.bn.weight.detach().clone()
     backward(model, optimizer, 3)
     grad = model.bn.weight.grad.clone()
@@ -183,8 +219,7 @@ def test_gradients_of_a_new_optimizer_begin_with_it(level, is_first_gone):
         del optimizer
         gc.collect()
     new = sgd(model)
-    with pytest.warns(UserWarning, match="is multiplied by their loss scales, so it was dropped"):
-        amp.initialize(model, new, opt_level=level, verbosity=0, loss_scale=2.0**10)
+    amp.initialize(model, new, opt_level=level, verbosity=0, loss_scale=2.0**10)
     assert model.bn.weight.grad is None
     assert model.b.weight.grad is kept
 
@@ -270,9 +305,9 @@ class Branches(torch.nn.Module):
 
 
 def weights_of_b(level, clear, passes):
-    """The float32 weights of ``b`` after each of six steps. All numbers are exact in half."""
+    """The float32 weights of ``b`` after each of six steps. All gradients are exact in half."""
     model = Branches()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5, weight_decay=0.25)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=None if level == "O0" else 8.0)
     seen = []
     for step in range(6):
@@ -297,11 +332,12 @@ PASSES = {
 }
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize("passes", PASSES)
 @pytest.mark.parametrize("clear", CLEARS)
-def test_momentum_moves_a_layer_that_gets_no_gradient_as_in_float32(level, clear, passes):
-    """Gradients of zero, which ``zero_grad(set_to_none=False)`` leaves, are gradients."""
+def test_a_layer_that_gets_no_gradient_moves_as_in_float32(level, clear, passes):
+    """``zero_grad(set_to_none=False)`` leaves gradients of zero: momentum and weight decay move it."""
     wanted = weights_of_b("O0", CLEARS[clear], PASSES[passes])
     assert same(weights_of_b(level, CLEARS[clear], PASSES[passes]), wanted)
 

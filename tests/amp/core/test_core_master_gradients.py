@@ -44,7 +44,7 @@ class Heads(torch.nn.Module):
         return self.first(x) + self.second(x) if both else self.first(x)
 
 
-@pytest.mark.parametrize("how", ["block", "undone", "shared"])
+@pytest.mark.parametrize("how", ["block", "failed block", "shared"])
 def test_a_sum_that_the_last_block_did_not_reach_is_cleared_in_the_model(how):
     """``p.grad = None`` of every parameter, with no step before: the next block begins anew."""
     model = Heads()
@@ -58,8 +58,8 @@ def test_a_sum_that_the_last_block_did_not_reach_is_cleared_in_the_model(how):
     for both in (True, False):
         context = block(both)
         context.__enter__().backward()
-        is_undone = how == "undone" and not both
-        context.__exit__(*((ZeroDivisionError, ZeroDivisionError()) if is_undone else (None, None)))
+        fails = how == "failed block" and not both
+        context.__exit__(*((ZeroDivisionError, ZeroDivisionError()) if fails else (None, None)))
     assert model.second.weight.grad is not None
     assert model.second.weight.grad.dtype == torch.float16
     for param in model.parameters():

@@ -172,8 +172,8 @@ def started_with_gradients(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_dropped_scaled_gradients_do_not_come_back(level):
-    """A script clears the gradients and writes ``params_have_scaled_gradients = False``."""
+def test_cleared_gradients_of_a_delayed_block_do_not_come_back(level):
+    """A script writes ``params_have_scaled_gradients = False`` when it has cleared them; the overflow still counts."""
     model, optimizer = start(level)
     backward(model, optimizer, 1, times=float("inf"), delay_unscale=True)
     for param in model.parameters():
@@ -184,6 +184,8 @@ def test_dropped_scaled_gradients_do_not_come_back(level):
     optimizer.zero_grad()
     backward(model, optimizer, 2)
     assert same(got, [p.grad for p in amp.master_params(optimizer)])
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
     optimizer.step()
     assert not amp.step_was_skipped(optimizer)
 
@@ -209,7 +211,24 @@ def test_gradients_cannot_be_declared_scaled():
         optimizer._amp_stash.params_have_scaled_gradients = True
 
 
-def test_lists_by_group_are_not_kept():
-    _, optimizer = start("O2")
-    for name in ("fp16_groups", "fp32_from_fp16_groups", "fp32_from_fp32_groups"):
-        assert not hasattr(optimizer._amp_stash, name)
+NOT_KEPT = {
+    "amp keeps no lists by group": ["fp16_groups", "fp32_from_fp16_groups", "fp32_from_fp32_groups"],
+    "read p.grad before the block": ["all_fp16_grad_stash", "all_fp32_grad_stash", "all_fp32_from_fp32_grad_stash"],
+}
+
+
+@pytest.mark.parametrize(("message", "names"), NOT_KEPT.items())
+def test_lists_that_are_not_kept_are_refused_with_what_to_read(message, names):
+    """``hasattr`` says no."""
+    for level in ("O1", "O2", "O3"):
+        _, optimizer = start(level)
+        for name in names:
+            with pytest.raises(AttributeError, match=f"no .*{name}.* - .*{message}"):
+                getattr(optimizer._amp_stash, name)
+
+
+def test_a_scripts_own_post_backward_is_refused_what_it_calls():
+    from ampcompat.amp._process_optimizer import post_backward_models_are_masters
+
+    with pytest.raises(RuntimeError, match=r"is not supplied - .* - change gradients after the block"):
+        post_backward_models_are_masters(amp.scaler.LossScaler(), [], [])

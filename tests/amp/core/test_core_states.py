@@ -57,6 +57,9 @@ class Run:
             assert amp.step_was_skipped(self.optimizer) is (state == "step skipped")
             if level == "O2":
                 self.own[0] = 0.0
+        if state == "step skipped":
+            self.optimizer.zero_grad()
+            self.own = [0.0, 0.0]
 
     @property
     def scale(self):
@@ -92,11 +95,8 @@ class Run:
                 assert param.grad is None or not param.grad.any()
 
     def step_uses(self, values):
-        """A step takes ``values``, one for each weight, off the weights; or it is skipped if one is not finite."""
+        """A step takes ``values``, one for each weight, off the weights."""
         before = [p.detach().clone() for p in self.masters]
-        if INF in values:
-            self.step_is_skipped()
-            return
         self.optimizer.step()
         self.sums_show()
         assert not amp.step_was_skipped(self.optimizer)
@@ -161,8 +161,7 @@ def block_gives_no_gradient(run):
     with amp.scale_loss(torch.ones((), requires_grad=True), run.optimizer) as scaled:
         scaled.backward()
     run.gradients_are(run.own)
-    with told(run.state in ("new", "step made", "step skipped"), "gave this optimizer no gradient"):
-        run.step_uses(run.own)
+    run.step_uses(run.own)
     run.goes_on()
 
 
@@ -186,10 +185,25 @@ def block_gives_them_to_others(run):
 def block_raises(run):
     failing = amp.scale_loss(run.loss(SECOND), run.optimizer)
     failing.__enter__().backward()
+    scaler = amp._amp_state.loss_scalers[0]
+    before = scaler.loss_scale(), scaler._unskipped
     failing.__exit__(ZeroDivisionError, ZeroDivisionError())
-    run.gradients_are(run.own)
-    run.step_uses(run.own)
+    assert (scaler.loss_scale(), scaler._unskipped) == before
+    run.gradients_are(run.own_and(SECOND))
+    run.step_uses(run.own_and(SECOND))
     run.goes_on()
+    assert scaler._unskipped == before[1] + 1  # the next block
+
+
+def block_raises_after_an_overflow(run):
+    scale = run.scale
+    failing = amp.scale_loss(run.loss(INF), run.optimizer)
+    failing.__enter__().backward()
+    failing.__exit__(ZeroDivisionError, ZeroDivisionError())
+    assert run.scale == scale
+    run.step_is_skipped()
+    run.goes_on()
+    assert run.scale == scale / 2
 
 
 class OutOfMemory(TorchDispatchMode):
@@ -222,20 +236,19 @@ def ends_with_delay_unscale(run):
     run.block(SECOND, delay_unscale=True)
     assert (scaler.loss_scale(), scaler._unskipped) == before
     run.gradients_are(run.own_and(SECOND))
-    assert scaler._unskipped == before[1] + 1  # masters were asked for
     run.step_uses(run.own_and(SECOND))
-    assert scaler._unskipped == before[1] + 1
+    assert (scaler.loss_scale(), scaler._unskipped) == before
     run.goes_on()
+    assert scaler._unskipped == before[1] + 1
 
 
 def delayed_block_overflows(run):
     scale = run.scale
     run.block(INF, delay_unscale=True)
+    run.step_is_skipped()
     assert run.scale == scale
-    run.optimizer.step()
-    assert amp.step_was_skipped(run.optimizer)
-    assert run.scale == scale / 2
     run.goes_on()
+    assert run.scale == scale / 2
 
 
 def ends_in_no_sync(run, tmp_path):
@@ -247,11 +260,10 @@ def ends_in_no_sync(run, tmp_path):
             failing = amp.scale_loss(run.loss(SECOND), run.optimizer)
             failing.__enter__().backward()
             failing.__exit__(ZeroDivisionError, ZeroDivisionError())
-        with told(True, r"gradients of no_sync\(\) wait"):
-            run.gradients_are(run.own_and(SECOND))
-        run.block(SECOND)
         run.gradients_are(run.own_and(2 * SECOND))
-        run.step_uses(run.own_and(2 * SECOND))
+        run.block(SECOND)
+        run.gradients_are(run.own_and(3 * SECOND))
+        run.step_uses(run.own_and(3 * SECOND))
     finally:
         run.wrapped = run.model
         destroy_process_group()
@@ -259,7 +271,7 @@ def ends_in_no_sync(run, tmp_path):
 
 def step(run):
     run.step_uses(run.own)
-    # Half gradients that stay readable are not used again; float32 ones are, as in plain torch, if they are finite.
+    # Half gradients that stay readable are not used again; float32 ones are, as in plain torch.
     stayed = run.own if run.level == "O1" else [0.0, run.own[1]]
     run.step_uses(stayed)
     for param, value in zip(run.model.parameters(), run.own, strict=True):
@@ -274,8 +286,7 @@ def step_after_an_overflow(run):
     masters = run.masters
     if run.level == "O2":
         assert masters[0].grad is None
-    assert not masters[1].grad.isfinite().any()  # stays, as in plain torch: the next step looks at it
-    run.step_is_skipped()
+    assert not masters[1].grad.isfinite().any()  # stays until it is cleared, as in plain torch
     run.goes_on()
 
 
@@ -285,15 +296,33 @@ def step_of_one_of_two_holders(run):
     amp.initialize([], other, opt_level=run.level, verbosity=0)
     run.step_uses(run.own)
     before = [p.detach().clone() for p in run.masters]
-    with told(run.state != "new", "but no scale_loss block"):
-        other.step()
-    expected = [2 * own for own in run.own]
-    if INF in run.own:
-        expected = [0.0, 0.0]
-        assert amp.step_was_skipped(other)
-    for now, then, value in zip(run.masters, before, expected, strict=True):
-        assert torch.equal(now, then - value)
+    other.step()
+    for now, then, own in zip(run.masters, before, run.own, strict=True):
+        assert torch.equal(now, then - 2 * own)
     run.step_uses(run.own)
+    run.goes_on()
+
+
+def overflow_of_one_of_two_holders(run):
+    """Another optimizer holds the same weights: it skips a step, too."""
+    other = torch.optim.SGD([run.model[0].weight, run.model[1].weight], lr=2.0)
+    amp.initialize([], other, opt_level=run.level, verbosity=0)
+    run.block(INF)
+    for optimizer in (run.optimizer, other):
+        before = [p.detach().clone() for p in run.masters]
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer)
+        assert all(torch.equal(now, then) for now, then in zip(run.masters, before, strict=True))
+    run.goes_on()
+
+
+def zero_grad_after_an_overflow(run):
+    run.block(INF)
+    run.optimizer.zero_grad()
+    run.gradients_are([0.0, 0.0])
+    run.block(SECOND)
+    run.gradients_are([SECOND] * 2)
+    run.step_is_skipped()
     run.goes_on()
 
 
@@ -321,13 +350,10 @@ def gradients_cleared_before_a_block(run):
 
 
 def gradients_edited(run):
-    """Multiplied; where they are not finite, written."""
-    for param, own in zip(run.model.parameters(), run.own, strict=True):
-        if param.grad is not None and own == INF:
-            param.grad.fill_(FIRST)
-        elif param.grad is not None:
+    for param in run.model.parameters():
+        if param.grad is not None:
             param.grad.mul_(0.5)
-    used = [FIRST if own == INF else own / 2 for own in run.own]
+    used = [own / 2 for own in run.own]
     has_master = run.level == "O2" and run.state.startswith("block ")
     if has_master:
         used[0] = FIRST
@@ -351,8 +377,7 @@ def param_joins(run):
     late = torch.nn.Parameter(torch.zeros(4))
     late.grad = torch.full((4,), FIRST * run.scale)
     has_scaled = run.state != "new"
-    with told(has_scaled, "came to an optimizer"):
-        run.optimizer.add_param_group({"params": [late]})
+    run.optimizer.add_param_group({"params": [late]})
     assert (late.grad is None) == has_scaled
     late.grad = None
     run.optimizer.step()
@@ -363,16 +388,16 @@ def param_joins(run):
 EVENTS = {
     "block begins": [block_begins],
     "block ends": [block_ends],
-    "block ends with an overflow": [block_ends_with_an_overflow],
+    "block ends with an overflow": [block_ends_with_an_overflow, overflow_of_one_of_two_holders],
     "block gives no gradient": [block_gives_no_gradient, block_gives_them_to_others],
     "ends with `delay_unscale`": [ends_with_delay_unscale, delayed_block_overflows],
     "ends in DDP's `no_sync`": [ends_in_no_sync],
-    "block raises": [block_raises],
+    "block raises": [block_raises, block_raises_after_an_overflow],
     "end of the block raises": [end_of_the_block_raises],
     "`step`": [step],
     "`step` after an overflow": [step_after_an_overflow],
     "`step` of one of two holders": [step_of_one_of_two_holders],
-    "`zero_grad`": [zero_grad],
+    "`zero_grad`": [zero_grad, zero_grad_after_an_overflow],
     "`p.grad` cleared": [gradients_cleared, gradients_cleared_before_a_block],
     "`p.grad` edited": [gradients_edited],
     "`load_state_dict`": [state_loaded],

@@ -52,7 +52,7 @@ def accumulates(model, optimizer):
     optimizer.step()
 
 
-def moves_the_scale_in_the_step(model, optimizer):
+def leaves_the_scale_to_the_next_block(model, optimizer):
     block(model, optimizer, delay_unscale=True)
     optimizer.step()
 
@@ -86,7 +86,7 @@ RECORDS = {
         [(1, 0, 2.0**15, True, 0), (1, 2, 2.0**16, True, 1)],
     ),
     "accumulated passes have one": ({}, accumulates, [(1, 0, 2.0**16, False, 2)]),
-    "a scale that the step moves": ({}, moves_the_scale_in_the_step, [(1, 0, 2.0**16, False, 1)]),
+    "a scale that the next block moves": ({}, leaves_the_scale_to_the_next_block, [(1, 0, 2.0**16, False, 0)]),
     "a closure": ({"level": "O2"}, steps_with_a_closure, [(1, 0, 2.0**16, False, 1)]),
     "a scaler put there by hand": ({}, puts_a_scaler_there_by_hand, [(1, 0, 4.0, False, 1)]),
 }

@@ -1,0 +1,129 @@
+"""Gradients from before a block: set aside while it is open, and added as it ends.
+
+So an overflow of the new backward pass is told from one that is there already, as apex told it: two overflows in one
+accumulation halve the scale twice.
+
+Gradients of this process alone, as blocks in DDP's ``no_sync`` leave them, are not set aside. DDP averages ``p.grad``
+as a backward pass leaves it. So they stay there, multiplied by the scale, and are averaged with the new ones. An
+overflow that one process has found is inf or NaN in that average: each process finds it then, and none before, so that
+their scales stay equal.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ampcompat import _torch
+from ampcompat.amp.half.masters import Master
+from ampcompat.amp.scaling.adapter import adapter_state
+from ampcompat.amp.scaling.leaves import Leaves
+from ampcompat.amp.scaling.scaler import LossScaler
+from ampcompat.amp.scaling.unscaling import numbers_of_gradients
+
+
+class OlderGradients:
+    """Gradients that an open block has set aside, each with its version then."""
+
+    def __init__(self) -> None:
+        self._by_param: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._by_param)
+
+    def set_aside(self, leaves: Leaves) -> None:
+        """Take the gradients of ``leaves`` out of ``p.grad``; the sums of half weights are with their masters."""
+        take_sums_out_of_model(leaves.masters)
+        for param in leaves.masterless:
+            grad = param.grad
+            if grad is None:
+                continue
+            if _torch.is_window(grad):  # DDP's gradient_as_bucket_view overwrites the bucket in the next backward pass
+                grad = grad.clone()
+            self._by_param[param] = (grad, grad._version)
+            param.grad = None
+
+    def clear(self, ids: set[int]) -> None:
+        """Clear the gradients of tensors with these ``ids``, as ``zero_grad`` asks."""
+        self._by_param = {param: entry for param, entry in self._by_param.items() if id(param) not in ids}
+
+    @torch.no_grad()
+    def add_to_new(self) -> None:
+        """Add them to the gradients that came since.
+
+        Raises:
+            RuntimeError: The backward pass has written into one of them.
+        """
+        sums: list[torch.Tensor] = []
+        addends: list[torch.Tensor] = []
+        for param, (old, version) in self._by_param.items():
+            if old._version != version:
+                _refuse_flat_parameter(param)
+            new = param.grad
+            if new is None:
+                param.grad = old
+            elif new.is_sparse or old.is_sparse or new.requires_grad or old.requires_grad:
+                param.grad = _torch.sum_of(new, old)
+            else:
+                sums.append(_torch.local_part(new))
+                addends.append(_torch.local_part(old))
+        _torch.foreach_accumulate_(sums, addends)
+        self._by_param = {}
+
+
+def _refuse_flat_parameter(param: torch.Tensor) -> None:
+    shape = tuple(param.shape)
+    raise RuntimeError(
+        f"scale_loss: the backward pass has written into the gradient from before the block of a parameter of shape"
+        f" {shape} - gradients of others are views of it (one flat parameter, as contiguous_params makes it), and a"
+        " block keeps older gradients apart from new ones - give amp.initialize an optimizer of model.parameters()."
+    )
+
+
+def take_sums_out_of_model(masters: list[Master]) -> None:
+    """Clear the gradients of half weights before a backward pass; the sums in their masters stay.
+
+    Where a script has cleared one in the model, the sum is cleared, too.
+    """
+    for master in masters:
+        half = master.half
+        if half.grad is not None:
+            half.grad = None
+        elif master.grad_shown:
+            master.value.grad = None
+        master.grad_shown = False
+
+
+# -- gradients of this process alone -----------------------------------------------------------------------------------
+@torch.no_grad()
+def scale_unaveraged(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) -> None:
+    """Multiply the gradients of ``leaves``, which are those of this process alone, by the ``scale`` of a block."""
+    take_sums_out_of_model(leaves.masters)
+    for master in leaves.masters:
+        older = master.value.grad
+        master.value.grad = None
+        if older is not None:
+            scaled = older if scale is None else older * _torch.moved_to(older.device, scale)
+            master.half.grad = scaled.to(master.dtype)
+    grads = numbers_of_gradients(leaves.masterless)
+    if scale is not None and grads:
+        scaler.multiply_grads(grads, scale)
+        scaler.forget_found_inf()  # each process finds it in the average
+
+
+@torch.no_grad()
+def rescale_kept(leaves: Leaves, before: torch.Tensor | None, scale: torch.Tensor | None) -> None:
+    """Bring gradients of ``leaves`` that ``fully_shard`` keeps to itself from the scale ``before`` to ``scale``.
+
+    They may be half, so that they stay multiplied outside of blocks. Where the ratio of the scales is a power of two,
+    as it is unless a script wrote one of them, no bit of a gradient in the normal range of its dtype is lost.
+    """
+    tensors = leaves.tensors()
+    for adapter in adapter_state.adapters:
+        for grad in adapter.kept_gradients(tensors):
+            ratio = torch.ones((), dtype=torch.float32, device=grad.device)
+            if scale is not None:
+                ratio = _torch.moved_to(grad.device, scale)
+            if before is not None:
+                ratio = ratio / _torch.moved_to(grad.device, before)
+            grad.mul_(ratio)
