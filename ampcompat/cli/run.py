@@ -70,7 +70,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="FILE",
         nargs="?",
         const="",
-        help="tell what ran in which dtype, or write it to FILE (.html, .json or text): --report=FILE",
+        help="tell what ran in which dtype, or write it to FILE (.json, or text): --report=FILE",
     )
     parser.add_argument("--force", action="store_true", help="take the place of an installed apex that still has amp")
     parser.set_defaults(main=main, parser=parser)
@@ -91,8 +91,7 @@ def main(args: argparse.Namespace) -> int:
         return 2
     if args.explain is not None:
         _explain(args)
-    argv = args.target[script.WORDS.get(args.target[0], 1) - 1 :]
-    with _unused_options_named(args), _reported(args.report, argv):
+    with _unused_options_named(args), _reported(args.report):
         script.start(args.target, force=args.force)
     return 0
 
@@ -110,7 +109,7 @@ def _check_options(args: argparse.Namespace) -> None:
     word = args.target[0]
     if args.explain == "" and (word.isdecimal() or word in ("first", "json")):
         args.parser.error(f"--explain {word} - the word is a part of the option - write --explain={word}")
-    if args.report == "" and word.endswith((".html", ".json", ".txt")):
+    if args.report == "" and word.endswith((".json", ".txt")):
         args.parser.error(f"--report {word} - the file is a part of the option - write --report={word}")
     problem = why_not_writable(args.report) if args.report else ""
     if problem:
@@ -160,7 +159,7 @@ def _is_given(args: argparse.Namespace, option: str) -> bool:
 
 
 @contextmanager
-def _reported(file: str | None, argv: Sequence[str]) -> Iterator[None]:
+def _reported(file: str | None) -> Iterator[None]:
     """Show the precision report afterwards, of a script that failed too; ``file`` is "" for standard output."""
     if file is None:
         yield
@@ -168,7 +167,7 @@ def _reported(file: str | None, argv: Sequence[str]) -> Iterator[None]:
     from ampcompat.tools.report import STEPS, VARIABLE, PrecisionReport
 
     process = os.getpid()
-    report = PrecisionReport(STEPS, list(argv))
+    report = PrecisionReport(STEPS)
     file = file and os.path.abspath(file)  # the script may change its folder
     os.environ[VARIABLE] = file  # for the processes that the script starts
     report.start()
