@@ -38,7 +38,7 @@ def summary() -> str:
 
 
 def linked(run: dict[str, str]) -> str:
-    """The repository, as a link to the commit where there is one; ``SHA~1`` is the state that the commit SHA changed."""
+    """The repository, as a link to the commit where there is one; ``SHA~1`` is what the commit SHA changed."""
     address = f"https://github.com/{run['repository']}"
     if "commit" not in run:
         return f"[{run['repository']}]({address})"
