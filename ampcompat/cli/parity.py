@@ -128,8 +128,6 @@ def _report(results: Sequence[Result], args: argparse.Namespace) -> int:
 def _checked(args: argparse.Namespace) -> list[Level]:
     """The levels; bad usage ends here, with status 2."""
     run_command.check_target(args)
-    if args.target[0] == "-":
-        args.parser.error("a script from standard input - it is run several times - put it into a file")
     for name, least in (("steps", 1), ("rtol", 0), ("atol", 0), ("timeout", 0)):
         value = getattr(args, name)
         if not value >= least:  # so it is with a NaN

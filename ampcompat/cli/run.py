@@ -43,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "run",
         help="run a script that imports apex, unchanged",
-        usage="ampcompat run [options] (script.py | -m module | -c code | -) [args ...]",
+        usage="ampcompat run [options] (script.py | -m module | -c code) [args ...]",
         description="Run a script as python would, with `import apex` resolved to ampcompat.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -98,7 +98,7 @@ def main(args: argparse.Namespace) -> int:
 
 def check_target(args: argparse.Namespace) -> None:
     """Refuse a line without a script."""
-    if len(args.target) < (script.WORDS.get(args.target[0], 1) if args.target else 1):
+    if not args.target or args.target in ([word] for word in script.WORDS):
         args.parser.error("no script given - name one (script.py, -m module or -c code) after the options")
 
 
@@ -198,13 +198,12 @@ def _show(report: PrecisionReport, file: str) -> None:
 
 
 def can_open(target: str) -> bool:
-    """Whether ``target`` is not a file or can be opened; if not, that is said in python's words."""
+    """Whether ``target`` can be opened, or is no file; if not, that is said in python's words."""
     if target in script.WORDS:
         return True
     path = os.path.abspath(target)
     try:
-        if not os.path.isdir(path):
-            open(path, "rb").close()
+        open(path, "rb").close()
     except OSError as problem:
         emit(f"{sys.orig_argv[0]}: can't open file {path!r}: [Errno {problem.errno}] {problem.strerror}", error=True)
         return False

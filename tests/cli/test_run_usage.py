@@ -126,9 +126,7 @@ def test_no_pattern_is_refused(capsys, ran, patterns):
     assert ran == []
 
 
-@pytest.mark.parametrize(
-    "target", [["-c", "1 / 0", "--opt-level"], ["-", "-c"], ["-m", "json.tool", "-"], ["train.py", "-c", "x"]]
-)
+@pytest.mark.parametrize("target", [["-c", "1 / 0", "--opt-level"], ["-m", "json.tool", "-"], ["train.py", "-c", "x"]])
 def test_everything_from_the_target_on_is_the_scripts(ran, target, monkeypatch):
     monkeypatch.setenv("AMPCOMPAT_OPT_LEVEL", "")  # put back afterwards
     assert main(["run", "--opt-level", "O2", *target]) == 0

@@ -221,7 +221,6 @@ def test_an_interrupt_ends_the_comparison_with_what_there_is(monkeypatch, capsys
         (["--dtype", "", SCRIPT], "empty list"),
         (["--out", SCRIPT, SCRIPT], "it is not a directory"),
         (["--no-such-option", SCRIPT], "unrecognized arguments"),
-        (["-"], "a script from standard input - it is run several times"),
     ],
 )
 def test_bad_usage_is_refused_before_anything_runs(monkeypatch, capsys, options, said):
