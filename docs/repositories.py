@@ -38,12 +38,15 @@ def summary() -> str:
 
 
 def linked(run: dict[str, str]) -> str:
-    """The repository, as a link to the commit where there is one."""
+    """The repository, as a link to the commit where there is one; ``SHA~1`` is what the commit SHA changed."""
+    address = f"https://github.com/{run['repository']}"
     if "commit" not in run:
-        return f"[{run['repository']}](https://github.com/{run['repository']})"
+        return f"[{run['repository']}]({address})"
     if run["commit"] == "pip":
         return f"{run['repository']} (PyPI)"
-    return f"[{run['repository']}](https://github.com/{run['repository']}/tree/{run['commit']})"
+    if run["commit"].endswith("~1"):
+        return f"[{run['repository']}]({address}/commit/{run['commit'].removesuffix('~1')}), before it"
+    return f"[{run['repository']}]({address}/tree/{run['commit']})"
 
 
 def table() -> str:

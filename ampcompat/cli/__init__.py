@@ -23,7 +23,7 @@ __all__ = ["main"]
 #: Commands whose line ends with a script and its own arguments; their modules have a ``split(argv)``.
 RUN_SCRIPTS = ("run", "parity")
 #: First words of a line that lacks only ``run``.
-FIRST_AFTER_RUN = ("-m", "-c", "-", "--opt-level", "--dtype", "--keep-fp32", "--explain", "--report")
+FIRST_AFTER_RUN = ("-m", "-c", "--opt-level", "--dtype", "--keep-fp32", "--explain", "--report")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from ampcompat.cli._emit import emit
 
@@ -17,15 +16,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog="exit status: 0; 1 where torch cannot be imported",
         allow_abbrev=False,
     )
-    parser.add_argument("--json", action="store_true", help="as JSON")
     parser.set_defaults(main=main, parser=parser)
     return parser
 
 
-def main(args: argparse.Namespace) -> int:
+def main(_args: argparse.Namespace) -> int:
     """Print the facts."""
     from ampcompat.tools.selftest.environment import environment, text
 
     facts = environment()
-    emit(json.dumps(facts, indent=2) if args.json else text(facts))
+    emit(text(facts))
     return int(not facts["devices"])

@@ -27,18 +27,17 @@ TAKES_VALUE = (
     "--opt-level",
     "--dtype",
     "--steps",
-    "--seed",
     "--rtol",
     "--atol",
     "--timeout",
     "--out",
 )
-LEVELS = "O0,O1,O2,O3"
+LEVELS = "O1,O2"
 LOG_LINES = 15
 
 EPILOG = """everything after the script's (or the module's) name is the script's own.
 where O0 gives nothing to compare with, no other level runs.
-exit status: 0 every level that is judged is within the tolerance; 1 one is not, or did not run through;
+exit status: 0 every level is within the tolerance; 1 one is not, or did not run through;
 2 bad usage; 130 interrupted (what was recorded by then is shown and written)"""
 
 
@@ -59,16 +58,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--opt-level",
-        metavar="LEVELS",
-        help=f"comma-separated; all are judged (default: {LEVELS}, of which O3 is shown and not judged)",
-    )
+    parser.add_argument("--opt-level", metavar="LEVELS", default=LEVELS, help="comma-separated (default: %(default)s)")
     parser.add_argument(
         "--dtype", metavar="DTYPES", default="fp16", help="half dtypes, fp16,bf16 for both (default: %(default)s)"
     )
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each run (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of Python, numpy and torch (default: %(default)s)")
     parser.add_argument("--rtol", type=float, default=0.1, help="tolerance of the loss (default: %(default)s)")
     parser.add_argument("--atol", type=float, default=1e-3, help="added to it, in units of the loss (%(default)s)")
     parser.add_argument(
@@ -90,13 +84,13 @@ def main(args: argparse.Namespace) -> int:
             args.out.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             args.parser.error(f"--out {args.out} - it is not a directory ({problem.strerror}) - name a directory")
-    options = Options(target, args.steps, args.seed, args.timeout)
+    options = Options(target, args.steps, args.timeout)
     with tempfile.TemporaryDirectory(prefix="ampcompat-parity-") as temporary:
         runner = _Runner(options, args.out or Path(temporary), keep_logs=args.out is not None)
         runs = run_all(levels, runner.run)
         if runs[0].ending != "interrupted" and not runs[0].is_comparable:
             emit("no other level runs: there is nothing to compare it with", error=True)
-        results = judge(runs, Tolerance(args.rtol, args.atol), () if args.opt_level else ("O3",))
+        results = judge(runs, Tolerance(args.rtol, args.atol))
         if must_repeat(results):
             results = _judge_again(results, options, Path(temporary, "again"))
         return _report(results, args)
@@ -123,7 +117,7 @@ def _report(results: Sequence[Result], args: argparse.Namespace) -> int:
     for line in _next_lines(results, args):
         emit(line)
     if args.out:
-        settings = {name: getattr(args, name) for name in ("target", "steps", "seed", "rtol", "atol")}
+        settings = {name: getattr(args, name) for name in ("target", "steps", "rtol", "atol")}
         save_json(args.out / "parity.json", results, {**settings, "ampcompat": __version__, "torch": torch_version()})
         emit(f"wrote parity.json and the logs in {args.out}")
     if any(run.ending == "interrupted" for run in runs):
@@ -134,14 +128,12 @@ def _report(results: Sequence[Result], args: argparse.Namespace) -> int:
 def _checked(args: argparse.Namespace) -> list[Level]:
     """The levels; bad usage ends here, with status 2."""
     run_command.check_target(args)
-    if args.target[0] == "-":
-        args.parser.error("a script from standard input - it is run several times - put it into a file")
     for name, least in (("steps", 1), ("rtol", 0), ("atol", 0), ("timeout", 0)):
         value = getattr(args, name)
         if not value >= least:  # so it is with a NaN
             args.parser.error(f"--{name} {value:g} - it must be {least} or more - leave it out for the usual one")
     try:
-        return read_levels(LEVELS if args.opt_level is None else args.opt_level, args.dtype)
+        return read_levels(args.opt_level, args.dtype)
     except ValueError as problem:
         args.parser.error(str(problem))
         raise  # not reached: error() exits
@@ -157,8 +149,9 @@ class _Runner:
     """
 
     def __init__(self, options: Options, folder: Path, keep_logs: bool) -> None:
-        self.options, self.folder, self.keep_logs = options, folder, keep_logs
-        self._shown: list[list[str]] = []
+        self.options = options
+        self.folder = folder
+        self.keep_logs = keep_logs
 
     def run(self, level: Level, skips: Sequence[int] = ()) -> Run:
         """Run ``level``, with the steps numbered ``skips`` skipped as after an overflow."""
@@ -179,21 +172,10 @@ class _Runner:
         return run
 
     def _show_log(self, log: Path) -> None:
-        """Show the last lines of the script's output, those of each kind once."""
-        lines = _end_of(log.read_text(encoding="utf-8", errors="replace").splitlines())
+        """Show the last lines of the script's output."""
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
         where = f" ({log})" if self.keep_logs else ""
-        if lines in self._shown:
-            emit(f"its output ends as above{where}", error=True)
-            return
-        self._shown.append(lines)
         emit("\n".join([f"last lines of its output{where}:", *("  | " + line for line in lines)]), error=True)
-
-
-def _end_of(lines: list[str]) -> list[str]:
-    """The last lines; of a traceback, no line before it."""
-    last = lines[-LOG_LINES:]
-    starts = [at for at, line in enumerate(last) if line.startswith("Traceback (most recent call last)")]
-    return last[starts[0] :] if starts else last
 
 
 def _next_lines(results: Sequence[Result], args: argparse.Namespace) -> list[str]:
@@ -204,7 +186,7 @@ def _next_lines(results: Sequence[Result], args: argparse.Namespace) -> list[str
     reference, *others = results
     if reference.run.first_not_finite:
         return [_explain_line(reference.run.level, args.target)]  # the levels only add to what is wrong in float32
-    failed = [result for result in others if result.failed]
+    failed = [result for result in others if not result.passed]
     lines = [
         _explain_line(result.run.level, args.target)
         for result in failed
@@ -212,7 +194,7 @@ def _next_lines(results: Sequence[Result], args: argparse.Namespace) -> list[str
     ]
     is_off = any(result.is_off and not result.not_repeatable for result in failed)
     if is_off and not lines and args.target[0] not in script.WORDS:
-        lines = _of_check(args.target[0])
+        lines = [f"next: {shlex.join(['ampcompat', 'check', args.target[0]])}"]
     return lines
 
 
@@ -221,15 +203,6 @@ def _explain_line(level: Level, target: Sequence[str]) -> str:
     words = ["ampcompat", "run", "--explain", "--opt-level", level.opt_level]
     words += ["--dtype", "bf16"] if level.dtype == "bfloat16" else []
     return f"next: {shlex.join([*words, *target])}"
-
-
-def _of_check(path: str) -> list[str]:
-    """The command that looks for mistakes in the script, and those that it finds."""
-    from ampcompat.tools.check import scan
-
-    lines = [f"next: {shlex.join(['ampcompat', 'check', path])}"]
-    mistakes = [one for one in scan(path).findings if one.kind == "trap" and one.level in ("error", "warning")]
-    return lines + [f"  {path}:{one.line}: {one.level}: {one.note}" for one in mistakes]
 
 
 def _summary(run: Run) -> str:

@@ -43,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "run",
         help="run a script that imports apex, unchanged",
-        usage="ampcompat run [options] (script.py | -m module | -c code | -) [args ...]",
+        usage="ampcompat run [options] (script.py | -m module | -c code) [args ...]",
         description="Run a script as python would, with `import apex` resolved to ampcompat.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -70,7 +70,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="FILE",
         nargs="?",
         const="",
-        help="tell what ran in which dtype, or write it to FILE (.html, .json or text): --report=FILE",
+        help="tell what ran in which dtype, or write it to FILE (.json, or text): --report=FILE",
     )
     parser.add_argument("--force", action="store_true", help="take the place of an installed apex that still has amp")
     parser.set_defaults(main=main, parser=parser)
@@ -91,15 +91,14 @@ def main(args: argparse.Namespace) -> int:
         return 2
     if args.explain is not None:
         _explain(args)
-    argv = args.target[script.WORDS.get(args.target[0], 1) - 1 :]
-    with _unused_options_named(args), _reported(args.report, argv):
+    with _unused_options_named(args), _reported(args.report):
         script.start(args.target, force=args.force)
     return 0
 
 
 def check_target(args: argparse.Namespace) -> None:
     """Refuse a line without a script."""
-    if len(args.target) < (script.WORDS.get(args.target[0], 1) if args.target else 1):
+    if not args.target or args.target in ([word] for word in script.WORDS):
         args.parser.error("no script given - name one (script.py, -m module or -c code) after the options")
 
 
@@ -110,7 +109,7 @@ def _check_options(args: argparse.Namespace) -> None:
     word = args.target[0]
     if args.explain == "" and (word.isdecimal() or word in ("first", "json")):
         args.parser.error(f"--explain {word} - the word is a part of the option - write --explain={word}")
-    if args.report == "" and word.endswith((".html", ".json", ".txt")):
+    if args.report == "" and word.endswith((".json", ".txt")):
         args.parser.error(f"--report {word} - the file is a part of the option - write --report={word}")
     problem = why_not_writable(args.report) if args.report else ""
     if problem:
@@ -160,7 +159,7 @@ def _is_given(args: argparse.Namespace, option: str) -> bool:
 
 
 @contextmanager
-def _reported(file: str | None, argv: Sequence[str]) -> Iterator[None]:
+def _reported(file: str | None) -> Iterator[None]:
     """Show the precision report afterwards, of a script that failed too; ``file`` is "" for standard output."""
     if file is None:
         yield
@@ -168,7 +167,7 @@ def _reported(file: str | None, argv: Sequence[str]) -> Iterator[None]:
     from ampcompat.tools.report import STEPS, VARIABLE, PrecisionReport
 
     process = os.getpid()
-    report = PrecisionReport(STEPS, list(argv))
+    report = PrecisionReport(STEPS)
     file = file and os.path.abspath(file)  # the script may change its folder
     os.environ[VARIABLE] = file  # for the processes that the script starts
     report.start()
@@ -199,13 +198,12 @@ def _show(report: PrecisionReport, file: str) -> None:
 
 
 def can_open(target: str) -> bool:
-    """Whether ``target`` is not a file or can be opened; if not, that is said in python's words."""
+    """Whether ``target`` can be opened, or is no file; if not, that is said in python's words."""
     if target in script.WORDS:
         return True
     path = os.path.abspath(target)
     try:
-        if not os.path.isdir(path):
-            open(path, "rb").close()
+        open(path, "rb").close()
     except OSError as problem:
         emit(f"{sys.orig_argv[0]}: can't open file {path!r}: [Errno {problem.errno}] {problem.strerror}", error=True)
         return False

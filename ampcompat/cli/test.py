@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ampcompat.cli._emit import emit, painted
@@ -28,7 +26,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--device", action="append", metavar="NAME", help="this device only, such as cuda:0; may be repeated"
     )
-    parser.add_argument("--json", action="store_true", help="as JSON, with what `ampcompat env --json` has")
     parser.set_defaults(main=main, parser=parser)
     return parser
 
@@ -47,13 +44,9 @@ def main(args: argparse.Namespace) -> int:
     from ampcompat.tools.selftest import check
 
     names = args.device or list(facts["devices"])
-    if args.json:
-        rows = list(check.check_all(names))
-        emit(json.dumps({**facts, "passed": not _failures(rows), "checks": [asdict(row) for row in rows]}, indent=2))
-    else:
-        emit(text(facts) + f"\n\n{'device':<8} {'level':<6} {'':<4} {'s':>5}  remark")
-        rows = [_shown(row) for row in check.check_all(names)]
-        emit("\n" + _summary(rows))
+    emit(text(facts) + f"\n\n{'device':<8} {'level':<6} {'':<4} {'s':>5}  remark")
+    rows = [_shown(row) for row in check.check_all(names)]
+    emit("\n" + _summary(rows))
     return int(_failures(rows) > 0)
 
 

@@ -11,7 +11,7 @@ import torch
 from ampcompat.tools.core import LEVELS, observing, reset
 from ampcompat.tools.generators import random_state, seed_all, set_random_state
 from ampcompat.tools.parity.compare import Tolerance, judge, judge_again, must_repeat, passed
-from ampcompat.tools.parity.levels import Level
+from ampcompat.tools.parity.levels import REFERENCE, Level
 from ampcompat.tools.parity.runs import Run, run_all
 from ampcompat.tools.parity.table import table
 from ampcompat.tools.recording.recorder import Recorder
@@ -25,45 +25,38 @@ def assert_opt_level_parity(
     levels: Sequence[str] = ("O1", "O2"),
     rtol: float = 1e-2,
     atol: float = 0.0,
-    reference: str = "O0",
-    seed: int = 0,
 ) -> dict[str, list[float]]:
-    """Fail unless ``train`` has the same losses at every one of ``levels`` as at ``reference``, within the tolerance.
+    """Fail unless ``train`` has the same losses at every one of ``levels`` as at O0, within the tolerance.
 
     Args:
-        train: Called once per level with the level's name (and once more at the reference for a level that skipped
-            steps, see below): builds the model, calls ``amp.initialize(...,
-            opt_level=level)`` and trains. It returns the losses (floats or one-element tensors, on any device, read
-            with one host sync each), or None: then those are taken that ``scale_loss`` and ``step`` saw, one per
-            optimizer step.
+        train: Called once per level with the level's name (and once more at O0 for a level that skipped steps, see
+            below): builds the model, calls ``amp.initialize(..., opt_level=level)`` and trains. It returns the losses
+            (floats or one-element tensors, on any device, read with one host sync each), or None: then those are taken
+            that ``scale_loss`` and ``step`` saw, one per optimizer step.
         levels: The levels to compare.
-        rtol: Relative tolerance: ``|loss - reference| <= atol + rtol * |reference|`` at every step.
+        rtol: Relative tolerance: ``|loss - O0's| <= atol + rtol * |O0's|`` at every step.
         atol: Absolute tolerance, in units of the loss.
-        reference: The level to compare with.
-        seed: Of Python's ``random``, numpy's and torch's global generators, set anew for each level; their states
-            outside come back afterwards.
 
     Returns:
-        The losses by level, the reference's included.
+        The losses by level, those of O0 included.
 
     Raises:
-        AssertionError: A loss is out of tolerance or not finite (where the reference is), more than half of the steps
-            were skipped, or the numbers of losses differ. The message has the table of ``ampcompat parity`` and the
-            losses around the first step that is off. Where a second training at the reference has another first loss,
-            it says that ``train`` is not repeatable.
+        AssertionError: A loss is out of tolerance or not finite (where that of O0 is), more than half of the steps
+            were skipped, or the numbers of losses differ. The message has the table of ``ampcompat parity``. Where a
+            second training at O0 has another first loss, it says that ``train`` is not repeatable.
         TypeError: ``levels`` is a string, or ``train`` returned something else than losses.
         ValueError: An unknown level, a negative tolerance, or a ``train`` that shows no losses.
 
     A level that skipped steps for an overflow, as the first ones are while the loss scale is found, is compared with a
-    training at the reference that skips the same steps: the same updates are applied. The message names them.
+    training at O0 that skips the same steps: the same updates are applied.
 
-    amp is reset before each level and at the end: what an earlier ``amp.initialize`` did to torch is undone, and each
-    level starts from an unchanged torch.
+    The global generators of Python's ``random``, numpy and torch are seeded anew for each level; their states outside
+    come back afterwards. amp is reset before each level and at the end: each level starts from an unchanged torch.
     """
     __tracebackhide__ = True  # pytest shows the call and the message, not these lines
     if isinstance(levels, str):
         raise TypeError(f"levels={levels!r} is a string - it must be a sequence of levels - pass ({levels!r},).")
-    for level in (reference, *levels):
+    for level in levels:
         if level not in LEVELS:
             raise ValueError(f"{level!r} is not an opt_level - it must be one of {', '.join(LEVELS)} - pass these.")
     if not levels or not (rtol >= 0 and atol >= 0):
@@ -74,21 +67,21 @@ def assert_opt_level_parity(
     tolerance = Tolerance(rtol, atol)
 
     def run(level: Level, skips: Sequence[int]) -> Run:
-        return _run(train, level, seed, skips)
+        return _run(train, level, skips)
 
-    runs = run_all([Level(level) for level in dict.fromkeys((reference, *levels))], run)
+    runs = run_all([Level(level) for level in dict.fromkeys((REFERENCE.opt_level, *levels))], run)
     results = judge(runs, tolerance)
     if must_repeat(results):
-        results = judge_again(results, run(Level(reference), ()))
+        results = judge_again(results, run(REFERENCE, ()))
     if not passed(results[1:]):
         is_repeatable = not any(result.not_repeatable for result in results)
-        told = f"losses differ from those at {reference}" if is_repeatable else "train is not repeatable"
+        told = f"losses differ from those at {REFERENCE.opt_level}" if is_repeatable else "train is not repeatable"
         raise AssertionError("\n\n".join([told, table(results, tolerance)]))
     return {run.level.opt_level: [loss for loss in run.losses if loss is not None] for run in runs}
 
 
-def _run(train: Callable[[str], Iterable[SupportsFloat] | None], level: Level, seed: int, skips: Sequence[int]) -> Run:
-    """Train at one level, from the seed and a torch that amp has not touched.
+def _run(train: Callable[[str], Iterable[SupportsFloat] | None], level: Level, skips: Sequence[int]) -> Run:
+    """Train at one level, from the same seeds and a torch that amp has not touched.
 
     Steps numbered ``skips`` are skipped as after an overflow.
     """
@@ -96,7 +89,7 @@ def _run(train: Callable[[str], Iterable[SupportsFloat] | None], level: Level, s
     reset()
     recorder = Recorder(run.steps.append, losses=True)
     try:
-        with _seeded(seed), observing(recorder), observing(Skips(recorder, skips)):
+        with _seeded(), observing(recorder), observing(Skips(recorder, skips)):
             returned = train(level.opt_level)
             if returned is not None:
                 run.returned = _numbers(returned, level.opt_level)
@@ -132,11 +125,11 @@ def _no_losses(returned: object, level: str, more: str = "") -> TypeError:
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def _seeded() -> Iterator[None]:
     """The global generators seeded inside, and as they were afterwards."""
     before = random_state([])
     with torch.random.fork_rng(range(torch.cuda.device_count())):  # torch warns where it is not told which of several
-        seed_all(seed)
+        seed_all()
         try:
             yield
         finally:

@@ -11,7 +11,7 @@ def why_not_writable(file: str) -> str:
     folder = os.path.dirname(target)
     if os.path.isdir(target):
         return "it is a folder"
-    if is_stream(file):
+    if _is_stream(file):
         return "" if os.access(file, os.W_OK) else "it is not allowed to be written"
     # As /dev/stdout does in `> log.txt`: two writers would overwrite each other.
     if os.path.abspath(file).startswith("/dev/"):
@@ -23,6 +23,6 @@ def why_not_writable(file: str) -> str:
     return ""
 
 
-def is_stream(file: str) -> bool:
+def _is_stream(file: str) -> bool:
     """Whether ``file`` is a device or a pipe, which stays when something is written to it."""
     return os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file)

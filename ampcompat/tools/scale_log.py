@@ -1,10 +1,9 @@
-"""``amp.on_step``: a small record of each optimizer step, for callbacks and experiment trackers."""
+"""``amp.on_step``: a small record of each optimizer step, for a callback."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from ampcompat.tools.core import observers
 from ampcompat.tools.recording.recorder import Recorder
@@ -34,7 +33,7 @@ class StepRecord:
     clean_passes: int
 
 
-def on_step(callback: Callable[[StepRecord], object] | object) -> StepHandle:
+def on_step(callback: Callable[[StepRecord], object]) -> StepHandle:
     """Call ``callback`` with a :class:`StepRecord` after each optimizer step, until the handle's ``remove()``.
 
     apex had nothing like it. May be called before ``amp.initialize`` or after; any number of callbacks, in the order in
@@ -42,16 +41,15 @@ def on_step(callback: Callable[[StepRecord], object] | object) -> StepHandle:
     ``loss_id``; one without a ``scale_loss`` block since the last step gives none.
 
     Args:
-        callback: A function of one record; or the object to log to: one with ``add_scalar`` (TensorBoard's
-            ``SummaryWriter``), with ``log_metrics`` (mlflow, a Lightning logger), or with ``log`` (wandb, or anything
-            else that takes a dict).
+        callback: A function of one record, such as ``lambda record: writer.add_scalar("scale", record.scale,
+            record.step)`` with TensorBoard's ``SummaryWriter``.
 
     Returns:
         A handle: ``handle.remove()`` ends it, and so does leaving a ``with`` block of the handle. ``amp``'s ``reset``
         ends all.
 
     Raises:
-        TypeError: ``callback`` is neither.
+        TypeError: ``callback`` cannot be called.
 
     What a callback raises reaches the script, out of ``optimizer.step()``.
 
@@ -59,13 +57,17 @@ def on_step(callback: Callable[[StepRecord], object] | object) -> StepHandle:
     read its overflow flag. An optimizer that skips on the device (``fused=True``) makes no sync: its records come with
     a later step, once they are there. ``handle.flush()`` and ``handle.remove()`` wait for those still on their way.
     """
-    write = _writer_to(callback)
+    if not callable(callback):
+        raise TypeError(
+            f"amp.on_step got {type(callback).__name__} - it takes a function of one record - pass"
+            " lambda record: writer.add_scalar('scale', record.scale, record.step), for instance."
+        )
 
-    def write_each_scaler(step: Step) -> None:
+    def call_for_each_scaler(step: Step) -> None:
         for one in step.scales:
-            write(StepRecord(step.step_of_call, one.loss_id, one.scale, step.skipped, one.clean_passes))
+            callback(StepRecord(step.step_of_call, one.loss_id, one.scale, step.skipped, one.clean_passes))
 
-    recorder = Recorder(write_each_scaler)
+    recorder = Recorder(call_for_each_scaler)
     observers().append(recorder)
     return StepHandle(recorder)
 
@@ -90,41 +92,3 @@ class StepHandle:
 
     def __exit__(self, *exc: object) -> None:
         self.remove()
-
-
-# -- where records go --------------------------------------------------------------------------------------------------
-def _writer_to(target: Any) -> Callable[[StepRecord], object]:
-    """``target``, or a function that logs to it."""
-    if callable(target):
-        return target  # type: ignore[no-any-return]
-    for name, adapter in (("add_scalar", _add_scalars), ("log_metrics", _log_metrics), ("log", _log)):
-        if callable(getattr(target, name, None)):
-            return adapter(target)
-    raise TypeError(
-        f"amp.on_step got {type(target).__name__} - it takes a function of one record, or an object with add_scalar,"
-        " log_metrics or log - pass lambda record: print(record), or a SummaryWriter."
-    )
-
-
-def _by_name(record: StepRecord) -> dict[str, float]:
-    """The numbers of ``record`` by name; each loss scaler has names of its own."""
-    prefix = f"amp/loss{record.loss_id}/"
-    numbers = {"scale": record.scale, "skipped": int(record.skipped), "clean_passes": record.clean_passes}
-    return {prefix + name: value for name, value in numbers.items()}
-
-
-def _add_scalars(writer: Any) -> Callable[[StepRecord], None]:
-    def write(record: StepRecord) -> None:
-        for name, value in _by_name(record).items():
-            writer.add_scalar(name, value, record.step)
-
-    return write
-
-
-def _log_metrics(logger: Any) -> Callable[[StepRecord], object]:
-    return lambda record: logger.log_metrics(_by_name(record), step=record.step)
-
-
-def _log(run: Any) -> Callable[[StepRecord], object]:
-    # Without a step of its own: wandb counts calls, and the script's own calls would be dropped.
-    return lambda record: run.log({**_by_name(record), "amp/step": record.step})

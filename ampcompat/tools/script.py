@@ -12,15 +12,14 @@ import os
 import runpy
 import sys
 import textwrap
-import zipfile
 from collections.abc import Callable, Sequence
 from importlib.machinery import BuiltinImporter, SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 
 from ampcompat._distribution import SHIM
 
-#: First words of a target that are not files; the value says how many words the target must have.
-WORDS = {"-m": 2, "-c": 2, "-": 1}
+#: First words of a target that are not files; the module or the code follows.
+WORDS = ("-m", "-c")
 
 
 def start(target: Sequence[str], force: bool = False) -> None:
@@ -50,30 +49,25 @@ def why_amp_is_unused() -> str:
 
 
 def run(target: Sequence[str]) -> None:
-    """Run ``target``: ``[script, args…]``, ``["-m", module, args…]``, ``["-c", code, args…]`` or ``["-", args…]``."""
+    """Run ``target``: ``[script, args…]``, ``["-m", module, args…]`` or ``["-c", code, args…]``."""
     first, *rest = target
     if first == "-m":
         run_module(rest[0], rest[1:])
     elif first == "-c":
         run_code(rest[0], rest[1:])
-    elif first == "-":
-        run_standard_input(rest)
     else:
         run_path(first, rest)
 
 
 def run_path(script: str, args: Sequence[str]) -> None:
-    """Run the file ``script`` (or a directory or zip archive with a ``__main__.py``) with ``args`` in ``sys.argv``."""
+    """Run the file ``script`` with ``args`` in ``sys.argv``."""
     sys.argv[:] = [script, *args]
     main = _new_main()
-    if os.path.isdir(script) or zipfile.is_zipfile(script):
-        _set_first_path(os.path.abspath(script))
-        _as_python_would(lambda: _runpy_main("__main__", alter_argv=False), ours=3)
-        return
     path = os.path.abspath(script)
     _set_first_path(os.path.dirname(os.path.realpath(script)))
-    _set_file(main, path)
-    main.__dict__.update(__package__=None, __loader__=SourceFileLoader("__main__", path))
+    main.__dict__.update(__file__=path, __package__=None, __loader__=SourceFileLoader("__main__", path))
+    if sys.version_info < (3, 15):  # later pythons have no such name
+        main.__dict__["__cached__"] = None
 
     def execute() -> None:
         with open(path, "rb") as file:
@@ -88,31 +82,22 @@ def run_module(name: str, args: Sequence[str]) -> None:
     sys.argv[:] = ["-m", *args]
     _new_main()
     _set_first_path(os.getcwd())
-    _as_python_would(lambda: _runpy_main(name, alter_argv=True), ours=3)
+    _as_python_would(lambda: _runpy_main(name), ours=3)
 
 
 def run_code(source: str, args: Sequence[str]) -> None:
     """Run ``source``, as ``python -c`` does, with ``args`` in ``sys.argv``."""
     if sys.version_info >= (3, 14):
         source = textwrap.dedent(source)
-    main = _new_main_without_file("-c", args)
+    sys.argv[:] = ["-c", *args]
+    main = _new_main()
+    _set_first_path("")
+    main.__dict__.update(__package__=None, __loader__=BuiltinImporter)
 
     def execute() -> None:
         code = compile(source, "<string>", "exec", dont_inherit=True)
         _keep_lines(code, source)
         exec(code, main.__dict__)
-
-    _as_python_would(execute, ours=2)
-
-
-def run_standard_input(args: Sequence[str]) -> None:
-    """Run what standard input has, as ``python -`` does, with ``args`` in ``sys.argv``."""
-    source = sys.stdin.buffer.read()
-    main = _new_main_without_file("-", args)
-    _set_file(main, "<stdin>")
-
-    def execute() -> None:
-        exec(compile(source, "<stdin>", "exec", dont_inherit=True), main.__dict__)
 
     _as_python_would(execute, ours=2)
 
@@ -136,20 +121,6 @@ def _new_main() -> ModuleType:
     return main
 
 
-def _new_main_without_file(word: str, args: Sequence[str]) -> ModuleType:
-    sys.argv[:] = [word, *args]
-    main = _new_main()
-    _set_first_path("")
-    main.__dict__.update(__package__=None, __loader__=BuiltinImporter)
-    return main
-
-
-def _set_file(main: ModuleType, file: str) -> None:
-    main.__dict__["__file__"] = file
-    if sys.version_info < (3, 15):  # later pythons have no such name
-        main.__dict__["__cached__"] = None
-
-
 def _keep_lines(code: CodeType, source: str) -> None:
     """Let tracebacks and ``inspect`` show the lines of ``source``, which no file has, as ``python -c`` does."""
     if sys.version_info >= (3, 13):
@@ -163,10 +134,10 @@ def _set_first_path(path: str) -> None:
         sys.path[0] = path
 
 
-def _runpy_main(name: str, alter_argv: bool) -> None:
+def _runpy_main(name: str) -> None:
     # What ``python -m`` itself calls: it runs in the present __main__ and words its errors as python does.
     run: Callable[..., object] = runpy._run_module_as_main  # type: ignore[attr-defined]
-    run(name, alter_argv)
+    run(name)
 
 
 def _as_python_would(execute: Callable[[], None], ours: int) -> None:

@@ -144,8 +144,6 @@ def both(folder, *arguments, **keywords):
         ["-m", "package"],
         ["-m", "package.absent"],
         ["-m", "absent"],
-        ["package"],
-        ["."],
         ["-c", SCRIPTS["identity"].replace("'__main__'", '"__main__"'), "--opt-level", "x"],
         ["-c", "import helper; print(helper.NAME)\n1 / 0"],
         ["-c", "x = 1\nif x\n"],
@@ -159,8 +157,7 @@ def test_same_as_python(scripts, arguments):
     plain, ours = both(scripts, *arguments)
     assert ours.returncode == plain.returncode
     assert ours.stdout == plain.stdout
-    # Python 3.10 names a folder as it was typed.
-    assert without_addresses(ours.stderr) == without_addresses(plain.stderr).replace(f"{scripts}/.'", f"{scripts}'")
+    assert without_addresses(ours.stderr) == without_addresses(plain.stderr)
 
 
 @pytest.mark.parametrize("arguments", [["patches_torch.py", "O1"], ["takes_torch_away.py"]], ids=" ".join)
@@ -170,14 +167,6 @@ def test_same_as_python_with_torch(scripts, arguments):
         run_python([*words, *arguments], cwd=scripts, env=environment) for words in ([], ["-m", "ampcompat", "run"])
     )
     assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout)
-    assert without_addresses(ours.stderr) == without_addresses(plain.stderr)
-
-
-@pytest.mark.parametrize("code", [SCRIPTS["identity"], "import helper\n1 / 0\n", "if x\n", "import sys; sys.exit(3)"])
-def test_a_script_from_standard_input(scripts, code):
-    plain, ours = both(scripts, "-", "--flag", "-", input=code.replace(", sorted(globals())", ""))
-    assert ours.returncode == plain.returncode
-    assert ours.stdout == plain.stdout
     assert without_addresses(ours.stderr) == without_addresses(plain.stderr)
 
 

@@ -29,3 +29,8 @@ def test_runs_that_are_further_apart_are_those_at_o2():
     far = [run for run in PAGE["runs"]() if (PAGE["difference"](run) or 0) >= PAGE["NEAR"]]
     assert far
     assert all("O2" in run["run"] for run in far)
+
+
+def test_a_run_of_what_a_commit_changed_links_to_that_commit():
+    shown = PAGE["linked"]({"repository": "a/b", "commit": "1234567~1"})
+    assert shown == "[a/b](https://github.com/a/b/commit/1234567), before it"

@@ -39,10 +39,6 @@ def test_losses_that_are_not_returned_are_those_of_the_blocks():
     assert assert_opt_level_parity(only_train, ("O2",)) == assert_opt_level_parity(train, ("O2",))
 
 
-def test_another_reference():
-    assert_opt_level_parity(train, ("O2",), reference="O1", rtol=1e-2)
-
-
 def failure(*args, **kwargs):
     with pytest.raises(AssertionError) as failed:
         assert_opt_level_parity(*args, **kwargs)
@@ -50,15 +46,12 @@ def failure(*args, **kwargs):
 
 
 def test_the_message_shows_the_first_diverging_step():
-    """It has the table of the command, and the losses of the steps around it."""
+    """It has the table of the command."""
     message = failure(lambda level: train(level, steps=9, spoil={("O2", 4): 1.5, ("O2", 6): 9.0}), ("O1", "O2"))
     lines = message.splitlines()
     assert lines[0] == "losses differ from those at O0"
     assert lines[6].split()[0] == "O2"
-    assert lines[6].endswith("FAIL: out of tolerance from step 5")
-    assert lines[-6].split() == ["step", "O0", "O1", "(rel.", "dev.)", "O2", "(rel.", "dev.)"]
-    assert [line.split()[0] for line in lines[-5:]] == ["3", "4", ">", "6", "7"]
-    assert "(5.0e-01)" in lines[-3]
+    assert " at step 5, O0's " in lines[6]
 
 
 def test_a_loss_that_is_not_finite_fails_at_any_tolerance():
@@ -70,7 +63,6 @@ def test_a_loss_that_is_not_finite_fails_at_any_tolerance():
 def test_losses_missing_at_the_end_fail():
     message = failure(lambda level: [1.0, 2.0] if level == "O0" else [1.0], ("O1",))
     assert "FAIL: 1 losses, where the reference has 2" in message
-    assert message.splitlines()[-1].split() == [">", "2", "2", "-"]
 
 
 def test_the_absolute_tolerance_counts():
@@ -92,12 +84,10 @@ def test_levels_start_from_the_same_seeds():
     torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
     expected = random.Random(1).random(), numpy.random.RandomState(1).rand()
     other = torch.rand(1, generator=torch.Generator().manual_seed(1)).item()
-    assert_opt_level_parity(draw, ("O1", "O2"), seed=3)
+    assert_opt_level_parity(draw, ("O1", "O2"))
     assert (random.random(), numpy.random.rand()) == expected
     assert torch.rand(1).item() == other
-    assert_opt_level_parity(draw, ("O1",), seed=4)
-    assert len(set(seen[:3])) == 1
-    assert seen[0] != seen[3]
+    assert len(set(seen)) == 1
 
 
 def test_each_level_starts_without_amp():
@@ -136,7 +126,6 @@ def test_losses_may_have_a_graph():
     ("kwargs", "match"),
     [
         ({"levels": ("01",)}, "'01' is not an opt_level"),
-        ({"reference": "float32"}, "'float32' is not an opt_level"),
         ({"levels": ()}, "there must be a level"),
         ({"rtol": -1.0}, "no negative tolerance"),
         ({"atol": float("nan")}, "no negative tolerance"),

@@ -57,12 +57,7 @@ def test_a_scheduler_between_and_a_second_optimizer():
             for optimizer in optimizers:
                 optimizer.step()
             schedulers = [torch.optim.lr_scheduler.StepLR(one, 1) for one in optimizers]
-    assert [(one.step, one.optimizer, one.skipped) for one in steps] == [
-        (1, 0, False),
-        (2, 1, True),
-        (3, 0, False),
-        (4, 1, False),
-    ]
+    assert [(one.step, one.skipped) for one in steps] == [(1, False), (2, True), (3, False), (4, False)]
     assert schedulers
 
 
@@ -105,9 +100,6 @@ def test_the_assertion_gives_the_reference_the_same_skips():
     assert losses["O1"][2] > 1.02 * losses["O0"][2]  # the plain reference has made two steps more
 
 
-def test_its_message_names_them():
-    with pytest.raises(AssertionError) as failed:
+def test_a_loss_that_is_off_fails_for_all_that():
+    with pytest.raises(AssertionError, match=" at step 5, O0's "):
         assert_opt_level_parity(lambda level: with_overflows(level, 1.5), ("O1",))
-    message = str(failed.value)
-    assert "FAIL: out of tolerance from step 5" in message
-    assert "O1 skipped steps 1, 2 for an overflow; it is compared with a run of O0 that skipped the same" in message

@@ -130,7 +130,7 @@ class Block:
         self.entered = True
         follow_ambient_casts()
         self._find_leaves()
-        if block_state.open_blocks and not self.is_plain:
+        if block_state.open_blocks:
             _refuse_inside_another(self)
         if observer_state.observers:
             notify("on_scale_loss", self.loss, self.scaler, self.optimizers)

@@ -87,8 +87,14 @@ class OptimizerState:
     # -- overflows -----------------------------------------------------------------------------------------------------
     def note_overflow(self, scaler: LossScaler, flag: torch.Tensor) -> None:
         """Note what a block has found: the next step is skipped if ``flag`` is set."""
-        earlier = self.overflows.get(scaler)
-        self.overflows[scaler] = flag if earlier is None else torch.maximum(earlier, flag)
+        earlier = [self.overflows.get(scaler)]
+        delayed = self.delayed_overflows.pop(scaler, None)
+        if delayed is not None and not delayed.is_taken():  # the scaler has counted these passes with the block
+            earlier.append(delayed.flag)
+        for each in earlier:
+            if each is not None:
+                flag = torch.maximum(each, flag)
+        self.overflows[scaler] = flag
 
     def note_delayed_overflow(self, scaler: LossScaler, flag: torch.Tensor) -> None:
         """Do the same for a block that puts the transition of its scale off: the script may yet decide itself."""

@@ -35,26 +35,15 @@ class Deviation:
         by_step: Relative deviation of the loss at each step that both have: infinite where the loss is not finite,
             None where there is nothing to compare (no loss, or a reference that is not finite).
         first_beyond: Number of the first step out of tolerance, from 1; None if there is none.
-        reference: The losses that it was compared with.
     """
 
     by_step: list[float | None]
     first_beyond: int | None
-    reference: Sequence[float | None] = ()
 
     @property
     def largest(self) -> float | None:
         """The largest relative deviation; None with nothing to compare."""
-        return max(self._known, default=None)
-
-    @property
-    def mean(self) -> float | None:
-        """Their mean; None with nothing to compare."""
-        return sum(self._known) / len(self._known) if self._known else None
-
-    @property
-    def _known(self) -> list[float]:
-        return [one for one in self.by_step if one is not None]
+        return max((one for one in self.by_step if one is not None), default=None)
 
 
 def compare(losses: Sequence[float | None], reference: Sequence[float | None], tolerance: Tolerance) -> Deviation:
@@ -68,7 +57,7 @@ def compare(losses: Sequence[float | None], reference: Sequence[float | None], t
         by_step.append(relative_deviation(loss, base))
         if first is None and not tolerance.holds(loss, base):
             first = number
-    return Deviation(by_step, first, reference)
+    return Deviation(by_step, first)
 
 
 def relative_deviation(loss: float, reference: float) -> float | None:
@@ -91,7 +80,6 @@ class Result:
         deviation: From the reference; None for the reference itself.
         passed: Whether it is within the tolerance.
         verdict: The same in words, with the reason.
-        judged: Whether it counts; a run that does not is shown.
         not_repeatable: How two runs of the reference differ, where that makes a judgement impossible.
     """
 
@@ -99,7 +87,6 @@ class Result:
     deviation: Deviation | None
     passed: bool
     verdict: str
-    judged: bool = True
     not_repeatable: str = ""
 
     @property
@@ -109,16 +96,6 @@ class Result:
             return False
         return self.deviation.first_beyond is not None
 
-    @property
-    def failed(self) -> bool:
-        """Whether the comparison fails for it."""
-        return self.judged and not self.passed
-
-    @property
-    def compared_with(self) -> Sequence[float | None]:
-        """The losses of the run of the reference that it was compared with."""
-        return [] if self.deviation is None else self.deviation.reference
-
     def steps(self) -> list[tuple[Step, float | None]]:
         """Each step with its deviation, None beyond what could be compared."""
         values = self.deviation.by_step if self.deviation else []
@@ -126,13 +103,13 @@ class Result:
 
 
 def passed(results: Sequence[Result]) -> bool:
-    """Whether every level that is judged is within the tolerance."""
-    return not any(result.failed for result in results)
+    """Whether every level is within the tolerance."""
+    return all(result.passed for result in results)
 
 
 def must_repeat(results: Sequence[Result]) -> bool:
     """Whether a level fails for losses that are off, which says nothing if the reference itself is not repeatable."""
-    return any(result.failed and result.is_off for result in results)
+    return any(result.is_off for result in results)
 
 
 def judge_again(results: Sequence[Result], repeated: Run) -> list[Result]:
@@ -151,7 +128,7 @@ def judge_again(results: Sequence[Result], repeated: Run) -> list[Result]:
     ]
 
 
-def judge(runs: Sequence[Run], tolerance: Tolerance, shown: Sequence[str] = ()) -> list[Result]:
+def judge(runs: Sequence[Run], tolerance: Tolerance) -> list[Result]:
     """Compare all of ``runs`` with the first, the reference, or with one that skipped the same steps.
 
     A run passes when no loss is out of tolerance, at least half of its steps were made, and it got as far as it should:
@@ -160,7 +137,6 @@ def judge(runs: Sequence[Run], tolerance: Tolerance, shown: Sequence[str] = ()) 
     Args:
         runs: The reference and the others; the reference alone where it is not comparable.
         tolerance: What a loss may be off.
-        shown: Levels that are not judged.
     """
     reference = runs[0]
     results = [_of_reference(reference)]
@@ -168,8 +144,7 @@ def judge(runs: Sequence[Run], tolerance: Tolerance, shown: Sequence[str] = ()) 
         compared_with = run.reference or reference
         deviation = compare(run.losses, compared_with.losses, tolerance)
         fault = _fault(run, deviation, compared_with)
-        judged = run.level.opt_level not in shown
-        results.append(Result(run, deviation, not fault, fault or "within tolerance", judged))
+        results.append(Result(run, deviation, not fault, fault or "within tolerance"))
     return results
 
 
@@ -178,7 +153,7 @@ def _of_reference(reference: Run) -> Result:
         return Result(reference, None, False, reference.message)
     broken = reference.first_not_finite
     if broken is not None:
-        return Result(reference, None, False, f"{broken} in float32 itself: precision is not the cause")
+        return Result(reference, None, False, f"{broken} in float32 itself")
     return Result(reference, None, True, "reference")
 
 
@@ -195,6 +170,6 @@ def _fault(run: Run, deviation: Deviation, reference: Run) -> str:
         is_as_long = run.message or len(run.losses) == len(reference.losses)
         return "" if is_as_long else f"{len(run.losses)} losses, where the reference has {len(reference.losses)}"
     loss = run.losses[deviation.first_beyond - 1]
-    if loss is not None and not math.isfinite(loss):
-        return f"loss {loss:g} at step {deviation.first_beyond}"
-    return f"out of tolerance from step {deviation.first_beyond}"
+    base = reference.losses[deviation.first_beyond - 1]
+    told = f"loss {loss:.6g} at step {deviation.first_beyond}"
+    return f"{told}, {reference.level.opt_level}'s {base:.6g}"

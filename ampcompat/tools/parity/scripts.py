@@ -22,13 +22,11 @@ class Options:
     Attributes:
         target: ``[script, args…]`` or ``["-m", module, args…]``.
         steps: Optimizer steps after which a run is ended.
-        seed: Of Python, numpy and torch, set before the script starts; also ``PYTHONHASHSEED``.
         timeout: Seconds without a step after which a run is ended, the import of torch not counted; 0: never.
     """
 
     target: Sequence[str]
     steps: int
-    seed: int
     timeout: float
 
 
@@ -74,8 +72,8 @@ def run_level(
             run.ending = "stalled"
         return stalled
 
-    command = process.command(journal, options.steps, options.seed, skips, options.target)
-    variables = process.environment(options.seed, level.environment)
+    command = process.command(journal, options.steps, skips, options.target)
+    variables = process.environment(level.environment)
     code: int | None = None
     try:
         code = process.follow(command, variables, journal, log, on_line, must_end)
@@ -140,8 +138,7 @@ def _why_no_step(end: End) -> str:
 def _exit(code: int | None) -> str:
     if code is not None and code < 0:
         names = {int(one): one.name for one in signal.Signals}
-        name = names.get(-code, f"signal {-code}")
-        return f"ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+        return f"ended by {names.get(-code, f'signal {-code}')}"
     return f"exit status {code}"
 
 

@@ -1,4 +1,4 @@
-"""``python -m ampcompat.tools.recording.child JOURNAL STEPS SEED SKIPS TARGET…``: run a script and record it."""
+"""``python -m ampcompat.tools.recording.child JOURNAL STEPS SKIPS TARGET…``: run a script and record it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ampcompat.tools.recording.skips import Skips
 
 def main(argv: Sequence[str]) -> None:
     """Run the script; what it raises is let through when it has been noted."""
-    path, steps, seed, skips, *target = argv
+    path, steps, skips, *target = argv
     children = _watch_for_children()
-    seed_all(int(seed))
+    seed_all()
     journal = Journal(path, int(steps))
     recorder = Recorder(journal.step, losses=True)
     observers().append(recorder)

@@ -18,23 +18,22 @@ POLL_SECONDS = 0.05
 GRACE_SECONDS = 10.0
 
 
-def command(journal: Path, steps: int, seed: int, skips: Sequence[int], target: Sequence[str]) -> list[str]:
+def command(journal: Path, steps: int, skips: Sequence[int], target: Sequence[str]) -> list[str]:
     """The command line that runs ``target``, and records ``steps`` optimizer steps of it in ``journal``.
 
     Args:
         journal: The file to write.
         steps: Optimizer steps after which the script is ended.
-        seed: Of Python, numpy and torch.
         skips: The numbers of steps that are skipped as after an overflow.
         target: ``[script, args…]`` or ``["-m", module, args…]``.
     """
-    settings = [str(journal), str(steps), str(seed), ",".join(map(str, skips))]
+    settings = [str(journal), str(steps), ",".join(map(str, skips))]
     return [sys.executable, "-m", "ampcompat.tools.recording.child", *settings, *target]
 
 
-def environment(seed: int, changes: Mapping[str, str]) -> dict[str, str]:
+def environment(changes: Mapping[str, str]) -> dict[str, str]:
     """This process's variables with ``changes`` for a recorded one: output at once, hashes fixed."""
-    return {**os.environ, "PYTHONHASHSEED": str(seed % 2**32), "PYTHONUNBUFFERED": "1", **changes}
+    return {**os.environ, "PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", **changes}
 
 
 def follow(

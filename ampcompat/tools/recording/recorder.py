@@ -30,7 +30,6 @@ class _Blocks:
     #: What each scaler was when its last block ended; None where the step is to move its scale.
     numbers: dict[LossScaler, Numbers | None] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
-    scale: float | None = None
 
 
 @dataclass
@@ -60,20 +59,19 @@ class Recorder:
 
     Args:
         on_record: Called with each step; what it raises goes through to the script.
-        losses: Whether to read the losses too, and the scales that they were multiplied by.
+        losses: Whether to read the losses too.
     """
 
     def __init__(self, on_record: Callable[[Step], object], losses: bool = False) -> None:
         self._on_record = on_record
         self._reads_losses = losses
         self._blocks: weakref.WeakKeyDictionary[Optimizer, _Blocks] = weakref.WeakKeyDictionary()
-        self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._underway: deque[_Underway] = deque()
         self.blocks = 0
         self.steps = 0
 
     def on_scale_loss(self, loss: torch.Tensor, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
-        """Note a block and, if asked to, its loss and scale."""
+        """Note a block and, if asked to, its loss."""
         self.blocks += 1
         for optimizer in optimizers:
             self._blocks_of(optimizer).numbers[scaler] = None
@@ -81,11 +79,8 @@ class Recorder:
             return
         with CastsOff():
             value = float(loss.detach().float().mean().item())
-        scale = float(scaler.loss_scale())
         for optimizer in optimizers:
-            blocks = self._blocks_of(optimizer)
-            blocks.losses.append(value)
-            blocks.scale = scale if blocks.scale is None else min(scale, blocks.scale)
+            self._blocks_of(optimizer).losses.append(value)
 
     def on_gradients(self, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
         """Copy the numbers of the scaler."""
@@ -107,10 +102,8 @@ class Recorder:
         step = Step(
             step=self.steps,
             step_of_call=steps_of_call(optimizer),
-            optimizer=self._optimizers.setdefault(optimizer, len(self._optimizers)),
             skipped=False,
             losses=blocks.losses,
-            scale=blocks.scale,
         )
         self._underway.append(_Underway(step, SkipFlag(optimizer, skipped), scales))
         self.deliver(wait=self._reads_losses)

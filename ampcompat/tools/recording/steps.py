@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -24,32 +23,23 @@ class Scale:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step. The fields after ``scales`` are read where a recorder was asked to.
+    """One optimizer step. ``losses`` are read where a recorder was asked to.
 
     Attributes:
         step: Its number, from 1, over all optimizers since the recorder began.
         step_of_call: Its number over the optimizers of its call of ``initialize``.
-        optimizer: Which optimizer, from 0, in the order of their first steps.
         skipped: Whether it was skipped for an overflow.
         scales: The loss scalers of the ``scale_loss`` blocks since the optimizer's last step, after this one.
         losses: The loss of each of these blocks, unscaled (mean, if not scalar).
-        scale: The smallest scale that these losses were multiplied by; None without a block.
     """
 
     step: int
     step_of_call: int
-    optimizer: int
     skipped: bool
     scales: Sequence[Scale] = ()
-    losses: Sequence[float] = field(default=())
-    scale: float | None = None
+    losses: Sequence[float] = ()
 
     @property
     def loss(self) -> float | None:
         """The sum of the losses; None without a block."""
         return sum(self.losses) if self.losses else None
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the loss is not finite."""
-        return self.loss is not None and not math.isfinite(self.loss)

@@ -26,7 +26,7 @@ def report(steps: int = STEPS) -> PrecisionReport:
         steps: Optimizer steps whose ops are counted.
 
     Returns:
-        The precision report: ``print(report)``, ``report.write("report.html")`` (or .json, .txt), ``report.facts()``.
+        The precision report: ``print(report)``, ``report.write("report.json")`` (or .txt), ``report.facts()``.
 
     Raises:
         ValueError: ``steps`` is not a positive integer.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,38 +10,33 @@ from typing import Any
 
 import torch
 
-from ampcompat import __version__
 from ampcompat.tools import core
 from ampcompat.tools.at_end import at_end
 from ampcompat.tools.data import to_json
 from ampcompat.tools.devices import slow_halves
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.frames import hide_tools
-from ampcompat.tools.paths import is_stream, why_not_writable
+from ampcompat.tools.paths import why_not_writable
 from ampcompat.tools.recording.journal import error_line
 from ampcompat.tools.recording.recorder import Recorder
 from ampcompat.tools.recording.steps import Step
 from ampcompat.tools.report.facts import Facts, Float32Product, OpCount, half_share, sentences
 from ampcompat.tools.report.ops import OpTrace
-from ampcompat.tools.report.show import as_page, as_text
-
-#: Steps kept, besides the skipped ones; beyond, every second one is dropped.
-MOST_STEPS = 2000
+from ampcompat.tools.report.show import as_text
 
 
 class PrecisionReport:
-    """Record what really ran since ``amp.report()``. ``print`` it, or :meth:`write` it; notebooks show the page.
+    """Record what really ran since ``amp.report()``. ``print`` it, or :meth:`write` it.
 
     Args:
         steps: Optimizer steps whose ops are counted; overflow and scale are followed to the end.
-        argv: The script and its arguments, as ``sys.argv`` has them.
     """
 
-    def __init__(self, steps: int, argv: list[str] | None = None) -> None:
+    def __init__(self, steps: int) -> None:
         self._steps = steps
         self._trace = OpTrace()
         self._recorder = Recorder(self._keep)
-        self._history: list[Step] = []
+        self._loss_scales: dict[int, float] = {}
         self._skipped = 0
         self._traced_steps = 0
         self._first: int | None = None  # the optimizer that stepped first
@@ -51,7 +44,6 @@ class PrecisionReport:
         self._waits_for_initialize = False
         self._latest: core.LatestCall | None = None
         self._rank, self._world = core.rank(), core.world_size()
-        self._argv = list(sys.argv if argv is None else argv)
         self._error: BaseException | None = None
 
     def start(self) -> None:
@@ -124,9 +116,7 @@ class PrecisionReport:
 
     def _keep(self, step: Step) -> None:
         self._skipped += step.skipped
-        self._history.append(step)
-        if len(self._history) - self._skipped > MOST_STEPS:
-            self._history = [one for at, one in enumerate(self._history) if at % 2 or one.skipped]
+        self._loss_scales |= {one.loss_id: one.scale for one in step.scales}
 
     def _note(self) -> None:
         """Note what may be gone when the process ends: the rank, and what ``initialize`` was asked for."""
@@ -151,9 +141,6 @@ class PrecisionReport:
         float32 = [Float32Product(*where, *numbers) for where, numbers in trace.float32.items()]
         float32.sort(key=lambda one: -one.flops)
         facts = Facts(
-            script=self._argv[0] if self._argv else "",
-            arguments=self._argv[1:],
-            versions={"ampcompat": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
             rank=self._rank,
             world=self._world,
             error=error_line(self._error),
@@ -165,9 +152,9 @@ class PrecisionReport:
             steps=self._recorder.steps,
             skipped=self._skipped,
             blocks=self._recorder.blocks,
+            loss_scales=self._loss_scales,
             ops=ops,
             float32_products=float32,
-            history=self._history,
             slow=[] if half is None else _slow_sentences(trace.devices, half),
             half_flops_share=half_share(ops),
         )
@@ -177,11 +164,8 @@ class PrecisionReport:
     def __str__(self) -> str:
         return as_text(self._facts())
 
-    def _repr_html_(self) -> str:
-        return as_page(self._facts(), whole=False)
-
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write ``path`` in one piece: a page for ``.html``, data for ``.json``, the table for anything else.
+        """Write ``path``: data for ``.json``, the text for anything else.
 
         Raises:
             OSError: It cannot be written.
@@ -221,24 +205,9 @@ class PrecisionReport:
 
 
 def _write(facts: Facts, target: Path) -> None:
-    """Write a file in one piece, in the form that its name asks for; a device, a pipe or a link stays what it is."""
-    if target.suffix == ".json":
-        content = to_json(asdict(facts), indent=1) + "\n"
-    elif target.suffix == ".html":
-        content = as_page(facts)
-    else:
-        content = as_text(facts) + "\n"
-    if is_stream(str(target)):
-        target.write_text(content, encoding="utf-8")
-        return
-    target = target.resolve()  # the file itself where it is a link
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(content, encoding="utf-8")
-        partial.replace(target)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    """Write a file in the form that its name asks for."""
+    content = to_json(asdict(facts), indent=1) if target.suffix == ".json" else as_text(facts)
+    target.write_text(content + "\n", encoding="utf-8")
 
 
 def _slow_sentences(devices: set[str], half: torch.dtype) -> list[str]:
@@ -246,6 +215,6 @@ def _slow_sentences(devices: set[str], half: torch.dtype) -> list[str]:
 
 
 def named_by(file: str, process: str) -> str:
-    """``file`` with the name of a process before its ending, as in ``report.rank1.html``."""
+    """``file`` with the name of a process before its ending, as in ``report.rank1.json``."""
     stem, suffix = os.path.splitext(file)
     return f"{stem}.{process}{suffix}"

@@ -5,9 +5,8 @@ from ampcompat.tools.parity.runs import Run
 from ampcompat.tools.recording.steps import Step
 
 
-def step(number, loss, optimizer=0, scale=1.0, skipped=False):
-    losses = [] if loss is None else [loss]
-    return Step(number, number, optimizer, skipped, losses=losses, scale=scale)
+def step(number, loss, skipped=False):
+    return Step(number, number, skipped, losses=[] if loss is None else [loss])
 
 
 def run(level, losses, dtype=None, ending="complete", message="", **kwargs):

@@ -26,8 +26,6 @@ def test_a_comparison_from_end_to_end(tmp_path, capsys):
         "--opt-level=O2",
         "--steps",
         "2",
-        "--seed",
-        "5",
         "--out",
         str(out),
         SCRIPT,
@@ -43,7 +41,7 @@ def test_a_comparison_from_end_to_end(tmp_path, capsys):
     assert shown.err.splitlines()[0] == "O0: running"
     content = json.loads((out / "parity.json").read_text())
     assert content["target"] == [SCRIPT, "well", "--rtol", "9"]
-    assert (content["rtol"], content["seed"], content["passed"]) == (0.1, 5, True)
+    assert (content["rtol"], content["passed"]) == (0.1, True)
     o0, o2 = content["levels"]
     assert [len(level["steps"]) for level in (o0, o2)] == [2, 2]
     # The same weights and batches, but for the rounding to half.
@@ -97,11 +95,10 @@ def fake_runs(monkeypatch, **losses):
     return started
 
 
-def test_a_level_out_of_tolerance_makes_the_status_1(monkeypatch, capsys):
+def test_a_level_out_of_tolerance_makes_the_status_1(monkeypatch):
     fake_runs(monkeypatch, O0=[1.0, 1.0], O1=[1.0, 1.05], O2=[1.0, 2.0])
     assert main(["parity", "--opt-level", "O1", SCRIPT]) == 0
-    assert main(["parity", "--opt-level", "O1,O2", SCRIPT]) == 1
-    assert "FAIL: out of tolerance from step 2" in capsys.readouterr().out
+    assert main(["parity", SCRIPT]) == 1
     assert main(["parity", "--opt-level", "O2", "--rtol", "1", SCRIPT]) == 0
     assert main(["parity", "--opt-level", "O2", "--rtol", "0", "--atol=1", SCRIPT]) == 0
 
@@ -112,19 +109,18 @@ def test_a_crash_keeps_the_recorded_steps(monkeypatch, capsys, tmp_path):
     started = fake_runs(monkeypatch, O0=[1.0, 1.0], O1=crashed, O2=[1.0, 1.0])
     assert main(["parity", "--opt-level", "O1,O2", "--out", str(tmp_path), SCRIPT]) == 1
     shown = capsys.readouterr()
-    assert "FAIL: crashed after 1 of 2 steps: KeyError: 1" in shown.out
+    assert "crashed after 1 of 2 steps: KeyError: 1" in shown.out
     assert "  | line 99" in shown.err
     assert "  | line 80" not in shown.err
     assert started == ["O0", "O1 fp16", "O2 fp16"]
     assert len(json.loads((tmp_path / "parity.json").read_text())["levels"][1]["steps"]) == 1
 
 
-def test_o3_is_judged_where_it_is_asked_for_only(monkeypatch, capsys):
-    fake_runs(monkeypatch, O0=[1.0, 1.0], O1=[1.0, 1.0], O2=[1.0, 1.0], O3=[1.0, 2.0])
+def test_o3_runs_where_it_is_asked_for(monkeypatch):
+    started = fake_runs(monkeypatch, O0=[1.0, 1.0], O1=[1.0, 1.0], O2=[1.0, 1.0], O3=[1.0, 2.0])
     assert main(["parity", SCRIPT]) == 0
-    assert "not judged: out of tolerance from step 2" in capsys.readouterr().out
+    assert started == ["O0", "O1 fp16", "O2 fp16"]
     assert main(["parity", "--opt-level", "O3", SCRIPT]) == 1
-    assert "FAIL: out of tolerance from step 2" in capsys.readouterr().out
 
 
 def next_lines(capsys):
@@ -133,16 +129,10 @@ def next_lines(capsys):
 
 def test_the_next_command_is_for_the_level_that_failed(monkeypatch, capsys):
     nan = float("nan")
-    fake_runs(monkeypatch, O0=[1.0, 1.0], O1=[1.0, 1.0], O2=[1.0, nan], O3=[nan, nan])
+    fake_runs(monkeypatch, O0=[1.0, 1.0], O1=[1.0, 1.0], O2=[1.0, nan])
     assert main(["parity", "--dtype", "bf16", SCRIPT, "--name", "a b"]) == 1
     command = "ampcompat run --explain --opt-level O2 --dtype bf16"
     assert next_lines(capsys) == [f"next: {command} {SCRIPT} --name 'a b'"]
-
-
-def test_a_level_that_is_not_judged_has_no_next_command(monkeypatch, capsys):
-    fake_runs(monkeypatch, O0=[1.0, 1.0], O1=[1.0, 1.0], O2=[1.0, 1.0], O3=[1.0, float("nan")])
-    assert main(["parity", SCRIPT]) == 0
-    assert next_lines(capsys) == []
 
 
 def test_a_level_that_skips_nearly_all_of_its_steps_is_explained(monkeypatch, capsys):
@@ -151,9 +141,7 @@ def test_a_level_that_skips_nearly_all_of_its_steps_is_explained(monkeypatch, ca
     started = fake_runs(monkeypatch, O0=[4.0] * 20, O1=made)
     assert main(["parity", "--opt-level", "O1", SCRIPT]) == 1
     assert started == ["O0", "O1 fp16"]
-    shown = capsys.readouterr().out
-    assert "FAIL: 19 of 20 steps were skipped" in shown
-    assert f"next: ampcompat run --explain --opt-level O1 {SCRIPT}" in shown.splitlines()
+    assert next_lines(capsys) == [f"next: ampcompat run --explain --opt-level O1 {SCRIPT}"]
 
 
 def test_warnings_of_the_script_are_shown_once(monkeypatch, capsys):
@@ -166,8 +154,7 @@ def test_a_loss_that_float32_does_not_hold_either_is_explained_at_o0(monkeypatch
     """There it is said without what the levels add."""
     fake_runs(monkeypatch, O0=[1.0, float("inf")], O1=[1.0, float("inf")], O2=[1.0, 9.0])
     assert main(["parity", "--opt-level", "O1,O2", SCRIPT]) == 1
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next: ")]
-    assert lines == [f"next: ampcompat run --explain --opt-level O0 {SCRIPT}"]
+    assert next_lines(capsys) == [f"next: ampcompat run --explain --opt-level O0 {SCRIPT}"]
 
 
 def test_a_level_that_skips_is_compared_with_an_o0_that_skips_the_same(monkeypatch, capsys):
@@ -183,45 +170,16 @@ def test_a_level_that_skips_is_compared_with_an_o0_that_skips_the_same(monkeypat
     )
     assert main(["parity", "--opt-level", "O1,O2", SCRIPT]) == 0
     assert started == ["O0", "O1 fp16", "O0 without (1,)", "O2 fp16"]
-    shown = capsys.readouterr()
-    assert "O0 without 1 step: running" in shown.err
-    assert "it is compared with a run of O0 that skipped the same" in shown.out
+    assert "O0 without 1 step: running" in capsys.readouterr().err
 
 
-def test_a_finite_deviation_is_followed_by_what_check_finds(monkeypatch, capsys, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(CLIPS_THE_MODEL)
+@pytest.mark.parametrize(
+    ("target", "next_command"), [([SCRIPT], [f"next: ampcompat check {SCRIPT}"]), (["-m", "m"], [])]
+)
+def test_a_finite_deviation_of_a_file_is_one_for_check(monkeypatch, capsys, target, next_command):
     fake_runs(monkeypatch, O0=[1.0, 1.0], O1=[1.0, 2.0])
-    assert main(["parity", "--opt-level", "O1", str(script)]) == 1
-    *_, command, finding = capsys.readouterr().out.splitlines()
-    assert command == f"next: ampcompat check {script}"
-    assert finding.startswith(f"  {script}:6: error: ")
-
-
-CLIPS_THE_MODEL = """\
-import torch
-from apex import amp
-model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
-with amp.scale_loss(loss, optimizer) as scaled_loss:
-    scaled_loss.backward()
-torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-optimizer.step()
-"""
-
-
-def test_an_output_that_ends_as_another_did_is_shown_once(monkeypatch, capsys):
-    crash = {"ending": "crashed", "message": "crashed after 0 of 2 steps: KeyError: 1"}
-    fake_runs(monkeypatch, O0=[1.0], O1=run("O1", [], "float16", **crash), O2=run("O2", [], "float16", **crash))
-    assert main(["parity", "--opt-level", "O1,O2", SCRIPT]) == 1
-    said = capsys.readouterr().err
-    assert said.count("  | line 99") == 1
-    assert "its output ends as above" in said
-
-
-def test_the_end_of_an_output_is_its_traceback():
-    trace = ["Traceback (most recent call last):", "  File", "KeyError: 1"]
-    assert parity._end_of(["opt_level : O1", *trace]) == trace
-    assert parity._end_of([str(number) for number in range(99)])[0] == "84"
+    assert main(["parity", "--opt-level", "O1", *target]) == 1
+    assert next_lines(capsys) == next_command
 
 
 def test_steps_are_counted_on_a_terminal(monkeypatch, capsys):
@@ -240,7 +198,7 @@ def test_nothing_runs_after_an_o0_that_nothing_can_be_compared_with(monkeypatch,
     assert main(["parity", SCRIPT]) == 1
     assert started == ["O0"]
     shown = capsys.readouterr()
-    assert "FAIL: the script never called amp.initialize" in shown.out
+    assert "the script never called amp.initialize" in shown.out
     assert "no other level runs" in shown.err
 
 
@@ -259,12 +217,10 @@ def test_an_interrupt_ends_the_comparison_with_what_there_is(monkeypatch, capsys
         ([], "no script given"),
         (["--steps", "0", SCRIPT], "--steps 0 - it must be 1 or more - leave it out"),
         (["--rtol", "nan", SCRIPT], "--rtol nan - it must be 0 or more - leave it out"),
-        (["--rtol", "nan", SCRIPT], "0 or more"),
         (["--opt-level", "01", SCRIPT], "'01' is not an opt_level"),
         (["--dtype", "", SCRIPT], "empty list"),
         (["--out", SCRIPT, SCRIPT], "it is not a directory"),
         (["--no-such-option", SCRIPT], "unrecognized arguments"),
-        (["-"], "a script from standard input - it is run several times"),
     ],
 )
 def test_bad_usage_is_refused_before_anything_runs(monkeypatch, capsys, options, said):

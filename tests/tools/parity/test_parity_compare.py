@@ -6,7 +6,6 @@ from parity_runs import run, step
 from ampcompat.tools.parity.compare import Tolerance, compare, judge, judge_again, must_repeat, relative_deviation
 from ampcompat.tools.parity.levels import Level
 from ampcompat.tools.parity.runs import Run
-from ampcompat.tools.parity.table import skip_note, table
 
 INF, NAN = math.inf, math.nan
 
@@ -50,25 +49,25 @@ def test_an_absolute_tolerance_is_added():
     assert not Tolerance(rtol=0.0, atol=0.5).holds(0.51, 0.0)
 
 
-def test_largest_mean_and_first_beyond():
+def test_largest_and_first_beyond():
     found = compare([1.0, 1.5, 1.25, 4.0], [1.0, 1.0, 1.0, 1.0], Tolerance(0.3))
-    assert (found.largest, found.mean, found.first_beyond) == (3.0, 0.9375, 2)
+    assert (found.largest, found.first_beyond) == (3.0, 2)
 
 
 def test_steps_that_cannot_be_compared_are_left_out():
     """They have no loss, or no finite reference."""
     found = compare([None, 1.0, 1.5], [1.0, NAN, 1.0, 1.0], Tolerance(1.0))
     assert found.by_step == [None, None, 0.5]
-    assert (found.mean, found.first_beyond) == (0.5, None)
+    assert found.first_beyond is None
 
 
 def test_nothing_to_compare():
     found = compare([None], [1.0], Tolerance(1.0))
-    assert (found.largest, found.mean, found.first_beyond) == (None, None, None)
+    assert (found.largest, found.first_beyond) == (None, None)
 
 
-def verdicts(*runs, rtol=0.1, **kwargs):
-    return [(result.passed, result.verdict) for result in judge(runs, Tolerance(rtol), **kwargs)]
+def verdicts(*runs):
+    return [(result.passed, result.verdict) for result in judge(runs, Tolerance(0.1))]
 
 
 CRASHED = {"ending": "crashed", "message": "crashed after 1 of 2 steps: KeyError: 'x'"}
@@ -77,8 +76,8 @@ NO_LOSS = {"message": "no loss was seen"}
 #: The losses of O0 and of a level, how each run ended, and the verdicts.
 JUDGED = {
     "within": (([1.0, 2.0], {}), ([1.0, 2.1], {}), (True, "reference"), (True, "within tolerance")),
-    "beyond": (([1.0, 1.0], {}), ([1.0, 0.8], {}), (True, "reference"), (False, "out of tolerance from step 2")),
-    "not finite": (([1.0, 1.0], {}), ([1.0, NAN], {}), (True, "reference"), (False, "loss nan at step 2")),
+    "beyond": (([1.0, 1.0], {}), ([1.0, 0.8], {}), (True, "reference"), (False, "loss 0.8 at step 2, O0's 1")),
+    "not finite": (([1.0, 1.0], {}), ([1.0, NAN], {}), (True, "reference"), (False, "loss nan at step 2, O0's 1")),
     "stops early": (([1.0, 1.0], {}), ([1.0], CRASHED), (True, "reference"), (False, CRASHED["message"])),
     "ends before O0": (([1.0, 1.0], {}), ([1.0], ENDED), (True, "reference"), (False, ENDED["message"])),
     "both end early": (([1.0], ENDED), ([1.0], ENDED), (True, "reference"), (True, "within tolerance")),
@@ -86,7 +85,7 @@ JUDGED = {
     "float32 breaks": (
         ([1.0, NAN], {}),
         ([1.0, NAN], {}),
-        (False, "loss nan at step 2 in float32 itself: precision is not the cause"),
+        (False, "loss nan at step 2 in float32 itself"),
         (True, "within tolerance"),
     ),
 }
@@ -111,20 +110,11 @@ def with_skips(losses, skips):
     return Run(Level("O1", "float16"), steps)
 
 
-def test_skipped_steps_are_named_with_what_they_cost():
-    results = judge([run("O0", [4.0, 3.0, 2.0]), with_skips([4.0, 4.0, 3.0], (1,))], Tolerance(0.1))
-    assert results[1].verdict == "out of tolerance from step 2"
-    note = "O1 fp16 skipped step 1 for an overflow: its weights are then 1 update behind O0"
-    assert note in table(results, Tolerance(0.1)).splitlines()
-
-
 def test_a_level_is_compared_with_a_reference_that_skipped_the_same():
     level = with_skips([4.0, 4.0, 3.0], (1,))
     level.reference = run("O0", [4.0, 4.0, 3.0])
     results = judge([run("O0", [4.0, 3.0, 2.0]), level], Tolerance(0.1))
     assert (results[1].passed, results[1].deviation.largest) == (True, 0.0)
-    last = table(results, Tolerance(0.1)).splitlines()[-1]
-    assert last == "O1 fp16 skipped step 1 for an overflow; it is compared with a run of O0 that skipped the same"
 
 
 @pytest.mark.parametrize(("skipped", "passes"), [(20, False), (19, False), (11, False), (10, True)])
@@ -132,7 +122,7 @@ def test_a_run_of_which_most_steps_are_skipped_is_no_pass(skipped, passes):
     """However close its losses are: the weights are the first ones."""
     found = judge([run("O0", [4.0] * 20), with_skips([4.0] * 20, range(1, skipped + 1))], Tolerance(9.0))[1]
     assert found.passed is passes
-    assert found.verdict == ("within tolerance" if passes else f"{skipped} of 20 steps were skipped")
+    assert found.run.is_mostly_skipped is not passes
 
 
 def test_fewer_losses_than_the_reference_has_fail():
@@ -140,31 +130,13 @@ def test_fewer_losses_than_the_reference_has_fail():
     assert (found.passed, found.verdict) == (False, "1 losses, where the reference has 2")
 
 
-def test_many_skipped_steps_are_counted():
-    long = with_skips([1.0] * 30, range(1, 21))
-    note = skip_note(judge([run("O0", [1.0] * 30), long], Tolerance(0.1))[1], "O0")
-    assert note.startswith("O1 fp16 skipped steps 1, 2, 3, 4, 5, 6, 7, 8 and 12 more for an overflow")
-    assert long.skipped_steps == list(range(1, 21))
-
-
-def test_a_level_that_is_only_shown_is_not_judged():
-    results = judge([run("O0", [1.0]), run("O3", [math.nan], "float16")], Tolerance(0.1), shown=("O3",))
-    assert results[1].judged is False
-    assert table(results, Tolerance(0.1)).splitlines()[3].endswith("  not judged: loss nan at step 1")
-
-
 def test_a_reference_that_is_not_repeatable_judges_no_finite_loss():
     runs = [run("O0", [1.0, 1.0]), run("O1", [2.0, 1.0]), run("O2", [1.0, NAN]), run("O3", [1.0, 1.0])]
     results = judge(runs, Tolerance(0.1))
     assert must_repeat(results)
     again = judge_again(results, run("O0", [1.5]))
-    assert [result.verdict for result in again] == [
-        "reference",
-        "not repeatable",
-        "loss nan at step 2",
-        "within tolerance",
-    ]
-    assert [result.failed for result in again] == [False, True, True, False]
+    assert [bool(result.not_repeatable) for result in again] == [False, True, False, False]
+    assert [result.passed for result in again] == [True, False, False, True]
     for repeated in (run("O0", [1.0 + 1e-6]), run("O0", []), run("O0", [None])):
         assert judge_again(results, repeated) == results
 

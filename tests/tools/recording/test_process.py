@@ -16,7 +16,7 @@ def follow(code, folder, must_end=lambda waited: False, on_line=None):
     lines = []
     status = process.follow(
         [sys.executable, "-S", "-c", WRITE + code, str(folder / "journal")],
-        process.environment(7, {"CHANGED": "yes"}),
+        process.environment({"CHANGED": "yes"}),
         folder / "journal",
         folder / "log",
         on_line or (lambda *line: lines.append(line)),
@@ -41,7 +41,7 @@ sys.exit(3)
         tmp_path,
     )
     assert (status, lines) == (3, [("step", {"skipped": False}), ("end", {})])
-    assert (tmp_path / "log").read_text() == "yes 7\n"
+    assert (tmp_path / "log").read_text() == "yes 0\n"
 
 
 STARTS_ANOTHER = """

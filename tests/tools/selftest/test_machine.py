@@ -1,6 +1,5 @@
 """``ampcompat test`` passes here, and fails on an installation that is broken; ``ampcompat env`` says what is there."""
 
-import json
 import os
 import signal
 import subprocess
@@ -150,10 +149,6 @@ def test_a_failure_makes_the_status_1(few, capsys):
     out = capsys.readouterr().out
     assert "2 of 3 failed" in out
     assert "\x1b" not in out
-    assert main(["test", "--device", "cpu", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["passed"] is False
-    assert [row["passed"] for row in found["checks"]] == [True, False, False]
 
 
 def test_without_a_failure_the_status_is_0(monkeypatch, capsys):
@@ -196,8 +191,6 @@ def test_what_a_bug_report_needs(monkeypatch, capsys):
     assert "float16" in lines["devices"]
     assert lines["variables"] == "AMPCOMPAT_DTYPE=bf16"
     assert lines["apex"] == "not installed"
-    assert main(["env", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["variables"] == {"AMPCOMPAT_DTYPE": "bf16"}
 
 
 @pytest.mark.parametrize("amp_too", [False, True])
