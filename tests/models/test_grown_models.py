@@ -1,6 +1,7 @@
 """Modules that are added or replaced after ``initialize``: progressive growing, a new head."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -131,3 +132,50 @@ def test_a_layer_of_another_model_is_trained_by_its_optimizer(level, move):
         assert any(torch.equal(value, before - 0.5 * 2.0**-6) for value in model.state_dict().values())
     amp.initialize([a, b], optimizers, enabled=False)
     assert all(p.dtype == torch.float32 for model in (a, b) for p in model.parameters())
+
+
+# -- groups that are added one by one ----------------------------------------------------------------------------------
+def calls_of(function):
+    """How many functions of ampcompat ``function()`` calls."""
+    count = 0
+
+    def note(frame, event, arg):
+        nonlocal count
+        if event == "call" and "ampcompat" in frame.f_code.co_filename:
+            count += 1
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("level", ["O1", *HALF])
+def test_an_added_group_costs_the_same_however_many_there_are(level):
+    layers = [torch.nn.Linear(2, 2) for _ in range(40)]
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(layers[0].parameters(), lr=0.5)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    calls = []
+    for layer in layers[1:]:
+        calls.append(calls_of(lambda layer=layer: optimizer.add_param_group({"params": list(layer.parameters())})))
+    assert calls[-1] == calls[1]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    make_step(optimizer, sum(param.float().sum() for param in model.parameters()))
+    after = model.state_dict()
+    assert all((after[name] < value).all() for name, value in before.items())
+
+
+@pytest.mark.parametrize("level", ["O1", *HALF])
+def test_a_parameter_that_goes_to_a_new_group_keeps_its_gradient(level):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    before = model.state_dict()["bias"].clone()
+    with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop()], "lr": 0.25})
+    optimizer.step()
+    torch.testing.assert_close(before - model.state_dict()["bias"], torch.full((2,), 0.25), rtol=0, atol=2e-3)

@@ -84,7 +84,9 @@ def follow_added_group(optimizer: AmpOptimizer) -> None:
     stash = optimizer._amp_stash
     groups = optimizer.param_groups
     is_one_more = len(groups) == len(stash.groups) + 1
-    if not is_one_more:  # a script has edited them, too
+    held = stash.leaves.ids()
+    was_held = any(id(model_tensor(param)) in held for param in groups[-1]["params"])
+    if was_held or not is_one_more:  # a script has edited the others
         follow_changes(optimizer)
         return
     added = _take_in(optimizer, groups[-1:])
