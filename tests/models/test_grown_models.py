@@ -157,7 +157,7 @@ def test_an_added_group_costs_the_same_however_many_there_are(level):
     layers = [torch.nn.Linear(2, 2) for _ in range(40)]
     model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.SGD(layers[0].parameters(), lr=0.5)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
     calls = []
     for layer in layers[1:]:
         calls.append(calls_of(lambda layer=layer: optimizer.add_param_group({"params": list(layer.parameters())})))

@@ -320,6 +320,21 @@ def both_written(level):
         run.copies_are(torch.stack([ROW, torch.full((4,), 1 / 3)]))
 
 
+def attribute_set(level):
+    run = Run(level)
+    run.model.weight.lr_mult = 0.5
+    run.held.place = 3
+    assert (run.held.lr_mult, run.model.weight.place) == (0.5, 3)
+
+
+def requires_grad_set(level):
+    run = Run(level)
+    for requires_grad in (False, True):
+        run.model.requires_grad_(requires_grad)
+        assert {param.requires_grad for param in amp.master_params(run.optimizer)} == {requires_grad}
+        run.copies_are(run.exact)
+
+
 def replaced(level):
     run = Run(level)
     old = run.model.weight
@@ -452,6 +467,8 @@ EVENTS = {
         value_written_while_half_was_looked_at,
     ],
     "both written": [both_written],
+    "attribute set on either": [attribute_set],
+    "`half.requires_grad` set": [requires_grad_set],
     "parameter replaced in its module": [replaced],
     "replaced, and added to an optimizer": [replaced_and_added],
     "buffer assigned in its module": [buffer_assigned],

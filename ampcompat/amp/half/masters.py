@@ -4,26 +4,28 @@ A master belongs to the model's tensor. Its module holds it (:class:`ampcompat.a
 deepcopy and pickle take it along; either tensor leads to it (:func:`master_of`); optimizers borrow its float32 copy.
 The life of a master, as a table of what each event does to its two copies:
 
-=========================================  =============================  =======================================
-event                                      half (the model's tensor)      value (the float32 master)
-=========================================  =============================  =======================================
-``initialize``                             rounded from float32           the float32 weight, to the bit
-``optimizer.step``                         rounded from value             stepped by the optimizer
-``load_state_dict``                        rounded from what was loaded   what was loaded
-half written, also through ``data``        kept                           takes the elements that differ
-half written past torch, as through numpy  kept until the next step       at ``amp.sync_masters`` alone
-half written, and written back             kept                           kept
-value written, also through ``data``       rounded from value             kept
-both written                               kept                           takes the elements that differ
-parameter replaced in its module           stays, of no model; a warning  stays with its optimizer
-replaced, and added to an optimizer        stays, of no model             stays; the new one has its own
-buffer assigned in its module              the new buffer, as it is       made anew from it, at the next save
-``model.to(device)``                       moved                          follows
-other strides (``memory_format=``)         laid out anew                  keeps its strides, for fused optimizers
-``model.float()`` and the like             cast back                      takes the elements that differ
-deepcopy, pickle                           copied                         copied
-``initialize`` at another level            float32 again, from value      dropped
-=========================================  =============================  =======================================
+=========================================  ================================  =======================================
+event                                      half (the model's tensor)         value (the float32 master)
+=========================================  ================================  =======================================
+``initialize``                             rounded from float32              the float32 weight, to the bit
+``optimizer.step``                         rounded from value                stepped by the optimizer
+``load_state_dict``                        rounded from what was loaded      what was loaded
+half written, also through ``data``        kept                              takes the elements that differ
+half written past torch, as through numpy  kept until the next step          at ``amp.sync_masters`` alone
+half written, and written back             kept                              kept
+value written, also through ``data``       rounded from value                kept
+both written                               kept                              takes the elements that differ
+attribute set on either                    has it                            has it
+``half.requires_grad`` set                 kept                              follows, at ``amp.master_params``
+parameter replaced in its module           stays, of no model; a save warns  stays with its optimizer
+replaced, and added to an optimizer        stays, of no model                stays; the new one has its own
+buffer assigned in its module              the new buffer, as it is          made anew from it, at the next save
+``model.to(device)``                       moved                             follows
+other strides (``memory_format=``)         laid out anew                     keeps its strides, for fused optimizers
+``model.float()`` and the like             cast back                         takes the elements that differ
+deepcopy, pickle                           copied                            copied
+``initialize`` at another level            float32 again, from value         dropped
+=========================================  ================================  =======================================
 
 An element differs where ``value`` does not round to what ``half`` holds: every element that no other code wrote keeps
 its low bits.
@@ -33,13 +35,17 @@ master, to *align* is to do whichever is due. A forward only pushes (:func:`push
 wrote are used unchanged. A step, a save or a copy aligns (:func:`align_written`): a weight that was written for a
 forward and written back before that keeps every bit of its master.
 
-Which copy was written is a fact, and nothing here reads the device for it. Each copy has two numbers that writes move:
-the version of the tensor, and a count of writes through its ``data`` (:class:`ampcompat._torch.DataWrites`). The half
-weight has its address too, which ``half.to(...)`` moves. A copy is written if one of these is not what it was when both
-copies were equal (:func:`half_written`, :func:`value_written`). To read ``data`` moves none of them.
+Which copy was written is a fact, and nothing here reads the device for it. Writes move the version of the tensor, or
+of the tensor that its ``data`` gave out (:class:`ampcompat._torch.DataWrites`); ``half.to(...)`` moves the address of
+the half weight. A copy is written if one of these is not what it was when both copies were equal
+(:func:`half_written`, :func:`value_written`). To read ``data`` moves none of them.
 
 Where both copies were written, the half weight counts. But a script that asks for ``data`` of one copy, while the other
-is written, has that one follow first (:meth:`Master.data_writes_of`): of writes through ``data``, the later counts.
+is written, gets it once that one has followed (:meth:`Master.data_of`): of writes through ``data``, the later counts.
+
+A script may save the model in another thread than the one that trains it. So the copies of a master are compared and
+made equal under one lock (``copies_lock``), and what a save has given out is rounded by the thread that trains, at the
+next forward or step (:func:`align_for_save`).
 """
 
 from __future__ import annotations
