@@ -114,7 +114,6 @@ class DataWrites:
             and _use_count(latest) == 1  # nor a view or a graph
             and param.data_ptr() == self.address
             and not latest.requires_grad
-            and not _number_of_modes()  # which are told of each access
         ):
             return latest
         return None

@@ -7,17 +7,16 @@ import copy
 import gc
 import io
 import pickle
+import threading
 
 import pytest
 import torch
 from counting import counted
 from nets import MASTER_LEVELS
-from packaging.version import Version
 from process_group import destroy_process_group
 from test_written_weights import STEPS, Run
 
 from ampcompat import amp
-from ampcompat._torch import TORCH
 from ampcompat.amp.half.masters import master_of
 
 
@@ -204,6 +203,71 @@ def test_another_shape_of_the_same_memory(level):
     assert (run.weights()["head.weight"][0] == 0.5).all()
 
 
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_data_that_is_assigned_with_other_strides(level):
+    """The address is the same."""
+    run = Run(level)
+    weight = run.model.codebook.weight
+    weight.data  # noqa: B018
+    weight.data = weight.data.t()
+    assert weight.data.stride() == weight.stride() == (1, 4)
+    weight.data[0] = 0.5
+    assert (run.weights()["codebook.weight"][0] == 0.5).all()
+
+
+# -- the tensor itself -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_it_is_given_again_while_nobody_holds_it(level):
+    run = Run(level)
+    for weight in (run.model.head.weight, next(amp.master_params(run.optimizer))):
+        first = id(weight.data)
+        assert id(weight.data) == first
+        held = weight.data
+        assert weight.data is not held
+        view = weight.data[0]  # by a view, which its script writes later
+        assert weight.data is not view._base
+        factor = torch.ones((), requires_grad=True)
+        graph = factor * weight.data  # by a graph, which wants the version that it has saved
+        weight.data.add_(0)
+        graph.sum().backward()
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_what_a_script_makes_of_it_is_not_given_again(level):
+    """``p.data.requires_grad = True``, which public scripts write for ``p.requires_grad = True``, has no effect."""
+    run = Run(level)
+    weight = run.model.head.weight
+    weight.data.requires_grad = True
+    assert not weight.data.requires_grad
+    weight.data.zero_()
+    assert (run.weights()["head.weight"] == 0).all()
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_threads_that_ask_at_once_lose_no_write(level):
+    run = Run(level)
+    weight = run.model.head.weight
+    given = []
+
+    def ask():
+        given.extend(weight.data for _ in range(200))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for alias in given[::50]:
+        run.weights()
+        amp.sync_masters(run.model)
+        alias.add_(1)
+        assert master_of(weight).half_data_writes.happened
+    del alias
+    given.clear()
+    run.step()
+    assert len(master_of(weight).half_data_writes.held) <= 1
+
+
 def assign(param):
     param.data = param.data / 2
 
@@ -287,9 +351,7 @@ def test_to_read_data_costs_no_kernel(level):
     for _ in range(3):  # the first step makes scales, the first access the counters
         plain()
         reading()
-    # No kernel, but a mode that counts ops is told of an access: as one ``detach``, by torch 2.4 as two.
-    ops_of_accesses = 8 if Version("2.5") <= TORCH else 16
-    assert counted(reading) == {**counted(plain), "ops": counted(plain)["ops"] + ops_of_accesses}
+    assert counted(reading) == counted(plain)
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
