@@ -13,6 +13,7 @@ from dataclasses import fields
 from ampcompat._state import state
 from ampcompat.amp._amp_state import view_state
 from ampcompat.amp.casts.rules import op_rules
+from ampcompat.amp.half.masters import copies_lock as copies_lock
 from ampcompat.amp.half.masters import half_written, value_written
 from ampcompat.amp.half.masters import master_of as master_of
 from ampcompat.amp.half.record import masters_by_name as masters_by_name

@@ -1,4 +1,4 @@
-"""Writes that do not move the version of a tensor: through its ``data``, by collectives, and our own."""
+"""Parameters: writes that do not move their version (through ``data``, by collectives, our own), and their attributes."""
 
 from __future__ import annotations
 

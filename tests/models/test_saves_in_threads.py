@@ -1,11 +1,13 @@
 """A checkpoint that another thread writes while the model trains: training does not notice, as in plain torch."""
 
+import os
 import sys
 import threading
 from contextlib import contextmanager
 
 import pytest
 import torch
+from internals import copies_lock
 from nets import MASTER_LEVELS
 from seeded import seeded
 
@@ -107,3 +109,27 @@ def test_training_does_not_notice(level, writes):
     want = trained(level, writes, not_saving)
     got = trained(level, writes, saving_in_a_thread)
     assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_process_that_is_forked_during_a_save_does_not_wait_for_it():
+    """A worker of a DataLoader goes on without the thread that was saving."""
+    is_saving = threading.Event()
+    is_forked = threading.Event()
+
+    def save():
+        with copies_lock:
+            is_saving.set()
+            is_forked.wait()
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    is_saving.wait()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if copies_lock.acquire(timeout=5) else 1)
+    is_forked.set()
+    thread.join()
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0

@@ -470,7 +470,7 @@ def _merged(value: torch.Tensor, written: torch.Tensor, dtype: torch.dtype) -> t
     return torch.where(_torch.bits(rounded) == _torch.bits(wide), value, wide)
 
 
-@_torch.without_grad
+@_torch.eager
 def push_all(masters: Sequence[Master]) -> None:
     """Round masters that an optimizer stepped, or a script wrote, into their half weights, in fused passes.
 
@@ -483,6 +483,7 @@ def push_all(masters: Sequence[Master]) -> None:
         _push(masters)
 
 
+@_torch.without_grad
 def _push(masters: Sequence[Master]) -> None:
     halves = []
     values = []
