@@ -1,6 +1,6 @@
 """Overflows: which passes the scale counts, and which step is skipped.
 
-Public training runs depend on the first: with another count their scales, and so their figures, are others.
+Recorded runs of public scripts depend on the count: with another one their scales differ, and so do their figures.
 """
 
 import pytest
@@ -74,7 +74,7 @@ def test_each_scaler_counts_the_passes_of_its_own_loss(level):
 @LEVELS
 @pytest.mark.parametrize("times", [(INF, 1.0), (1.0, INF), (INF, INF)])
 @pytest.mark.parametrize("counts", ["update_scale", "block"])
-def test_passes_that_put_it_off_are_one_for_the_scale(level, times, counts):
+def test_passes_that_put_the_transition_off_count_as_one(level, times, counts):
     """As under apex, where ``delay_overflow_check`` left one call of ``update_scale()`` to the script."""
     model, optimizer = start(level)
     for factor in times:
