@@ -136,6 +136,20 @@ def test_the_next_step_is_skipped_whatever_was_cleared_and_no_other(level, decid
     assert all(param.isfinite().all() for param in masters(optimizer))
 
 
+@LEVELS
+@pytest.mark.parametrize("decides", MAKERS)
+def test_blocks_of_either_kind_after_a_delayed_overflow_leave_its_step_skipped(level, decides):
+    model, optimizer = start(level, MAKERS[decides])
+    before = masters(optimizer)
+    for times, delays in ((INF, True), (1.0, False), (1.0, True), (1.0, False)):
+        optimizer.zero_grad()
+        backward(model, optimizer, times=times, delay_unscale=delays)
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert same(masters(optimizer), before)
+    assert scales() == [2.0**15]
+
+
 @pytest.mark.cover(2)
 @LEVELS
 @pytest.mark.parametrize("decides", MAKERS)
