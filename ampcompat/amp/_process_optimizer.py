@@ -33,7 +33,8 @@ class AmpOptimizerState(OptimizerState):
                 "params_have_scaled_gradients = True - only a scale_loss block knows by what gradients are scaled -"
                 " write `with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled: scaled.backward()`."
             )
-        if self.delayed_overflows and any(leaf.grad is not None for leaf in self.leaves.tensors()):
+        is_delayed = self.unaveraged or any(scaler.pending is not None for scaler in self.session.scalers)
+        if is_delayed and any(leaf.grad is not None for leaf in self.leaves.tensors()):
             raise RuntimeError(
                 "params_have_scaled_gradients = False after a scale_loss block with delay_unscale=True - the block has"
                 " unscaled the gradients already (D55) - do not divide them by the loss scale, and leave this line out."

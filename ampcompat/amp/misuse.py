@@ -140,7 +140,8 @@ class Watch:
         self.blocks_left = max(self.blocks_left - 1, 0)
         passes = self._passes.pop(block, None)
         got_none = passes is not None and not passes
-        if got_none and not has_failed:
+        is_harmless = block.scale is None and block.has_gradients  # those of the loss itself, at a scale of one
+        if got_none and not has_failed and not is_harmless:
             warn_once("unscaled loss in a block", _UNSCALED_LOSS)
         self._had_block.update(block.optimizers)
         for master in block.leaves.masters:

@@ -73,7 +73,7 @@ def scales_on_several_devices():
     grads = [torch.full((2,), 8.0, device=device) for device in ("cpu", "cuda")]
     scaler.unscale_grads(grads)
     copied = scaler.copy_on(torch.device("cpu")).item()
-    return copied, grads[0].tolist(), float(scaler.take_found_inf())
+    return copied, grads[0].tolist(), float(scaler.found_inf.flag())
 
 
 def test_a_scale_on_the_device_is_there_before_the_cpu_reads_it():

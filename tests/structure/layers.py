@@ -42,7 +42,8 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
         *("devices", "forward", "model_class", "keep_fp32", "boundary", "unwrap"),
     ),
     "scaling": (
-        *("loss_scale", "scaler", "session", "adapter", "leaves", "unscaling", "older_gradients", "optimizer_state"),
+        *("loss_scale", "found_inf", "scaler", "session", "adapter"),
+        *("leaves", "unscaling", "older_gradients", "optimizer_state"),
         *("groups", "block", "scale_loss", "backward_methods", "clearing", "steps", "closures", "optimizer"),
         "checkpoint",
     ),

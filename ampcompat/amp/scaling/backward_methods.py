@@ -15,7 +15,7 @@ from ampcompat.amp.scaling.unscaling import unscale_gradients
 def prepare_amp_backward(optimizer: AmpOptimizer) -> None:
     """Set older gradients aside (``apex/amp/_process_optimizer.py: prepare_backward_with_master_weights``)."""
     stash: OptimizerState = optimizer._amp_stash
-    stash.older.set_aside(stash.leaves)
+    stash.set_aside_by_script.set_aside(stash.leaves)
 
 
 @_torch.without_grad
@@ -26,8 +26,8 @@ def post_amp_backward(optimizer: AmpOptimizer, scaler: LossScaler) -> None:
     step is skipped: the caller sees to that, by ``scaler.update_scale()``.
     """
     stash: OptimizerState = optimizer._amp_stash
-    unscale_gradients(stash.leaves, scaler, scaler.current_scale())
-    stash.older.add_to_new()
+    unscale_gradients(stash.leaves, scaler.found_inf, scaler.current_scale())
+    stash.set_aside_by_script.add_to_new()
 
 
 def are_replaced(optimizers: list[AmpOptimizer]) -> bool:

@@ -9,11 +9,11 @@ moment                        ``p.grad``  elsewhere                             
 ============================  ==========  =======================================  ==============================
 first block begins            None        the loss is multiplied by 1024           :meth:`Block.__enter__`
 ``scaled.backward()``         2048                                                 torch
-first block ends              2           the scale grows; the optimizer notes     :meth:`Block._unscale`
+first block ends              2           the scale grows; the optimizer notes     :meth:`Block._end`
                                           the overflow flag, which is not set
 second block begins           None        the block has set 2 aside                :meth:`Block.__enter__`
 ``scaled.backward()``         6144                                                 torch
-second block ends             5                                                    :meth:`Block._unscale`
+second block ends             5                                                    :meth:`Block._end`
 ``optimizer.step()``          5           reads the flag                           ``steps.make_or_skip_step``
 ============================  ==========  =======================================  ==============================
 
@@ -58,12 +58,13 @@ from ampcompat.amp.casts.ambience import follow_ambient_casts
 from ampcompat.amp.hints import add_hint
 from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.scaling.adapter import adapter_state
+from ampcompat.amp.scaling.found_inf import FoundInf
 from ampcompat.amp.scaling.groups import follow_changes
 from ampcompat.amp.scaling.leaves import Leaves
 from ampcompat.amp.scaling.older_gradients import OlderGradients, rescale_kept, scale_unaveraged
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, optimizer_index
 from ampcompat.amp.scaling.scaler import LossScaler
-from ampcompat.amp.scaling.unscaling import share_overflows, unscale_gradients
+from ampcompat.amp.scaling.unscaling import shared_flag, unscale_gradients
 
 
 @dataclass(eq=False)
@@ -135,11 +136,11 @@ class Block:
         if observer_state.observers:
             notify("on_scale_loss", self.loss, self.scaler, self.optimizers)
         scaled = self._multiply()
-        if not self.is_plain:
-            self._make_room()
-            block_state.open_blocks.append(self)
         if observer_state.observers:
             notify("on_scaled_loss", self, scaled)
+        if not self.is_plain:  # after what may raise
+            self._make_room()
+            block_state.open_blocks.append(self)
         return scaled
 
     def _find_leaves(self) -> None:
@@ -166,10 +167,9 @@ class Block:
         if not unaveraged:
             self.older.set_aside(self.leaves)
             return
-        scale_unaveraged(self.leaves, self.scaler, self.scale)
+        scale_unaveraged(self.leaves, self.scale)
         for stash in unaveraged:
-            *_, scale_before = stash.unaveraged.values()
-            rescale_kept(stash.leaves, scale_before, self.scale)
+            rescale_kept(stash.leaves, stash.kept_scale, self.scale)
 
     # -- the end -------------------------------------------------------------------------------------------------------
     @_torch.eager
@@ -178,7 +178,7 @@ class Block:
         has_failed = kind is not None
         if not self.is_plain:
             block_state.open_blocks.remove(self)
-            self._unscale(has_failed)
+            self._end(has_failed)
         if observer_state.observers:
             notify("on_block_end", self, has_failed)
             if not has_failed:
@@ -189,47 +189,44 @@ class Block:
             add_hint(error)
 
     @_torch.without_grad
-    def _unscale(self, has_failed: bool) -> None:
-        """Unscale the new gradients, add older ones, and count the backward pass. No host sync.
+    def _end(self, has_failed: bool) -> None:
+        """Unscale new gradients, add older ones, and count the backward pass; clear all where that raises.
 
-        After an exception there is no collective call: other ranks may not come here. What the failed pass has left
-        counts as gradients of this process alone then.
+        No host sync.
         """
+        found_inf = FoundInf()
         try:
-            self.has_gradients = unscale_gradients(self.leaves, self.scaler, self.scale)
-            if self.scale is not None and not has_failed:
-                share_overflows(self.leaves, self.scaler)
-            if self.older:
-                self.older.add_to_new()
+            self.has_gradients = unscale_gradients(self.leaves, found_inf, self.scale)
+            self.older.add_to_new()
+            if self._leaves_gradients_unaveraged(has_failed):
+                for stash in self.stashes:
+                    stash.note_unaveraged(self.scaler, self.scale)
+            else:
+                self._count_pass(found_inf.flag(), moves_scale=not (has_failed or self.delays_scale))
         except BaseException:
-            self._give_up()
+            self.leaves.clear_gradients()  # some may be unscaled, and others not
+            self.older = OlderGradients()
+            say("Unscaling raised: the gradients that were to be unscaled are cleared.")
             raise
-        if adapter_state.adapters and (has_failed or self._leaves_gradients_unaveraged()):
-            self.scaler.forget_found_inf()  # other processes do not know of it
-            for stash in self.stashes:
-                stash.note_unaveraged(self.scaler, self.scale)
-        else:
-            self._count_pass(moves_scale=not (has_failed or self.delays_scale))
 
-    def _give_up(self) -> None:
-        """Clear all gradients: some may be unscaled, and others not."""
-        self.scaler.forget_found_inf()
-        self.leaves.clear_gradients()
-        self.older = OlderGradients()
-        say("Unscaling raised: the gradients that were to be unscaled are cleared.")
+    def _leaves_gradients_unaveraged(self, has_failed: bool) -> bool:
+        """Whether its gradients are those of this process alone: then other processes do not know of an overflow.
 
-    def _leaves_gradients_unaveraged(self) -> bool:
-        """Whether its gradients are those of this process alone."""
+        After an exception they count as such, since other processes may not come here: no collective call is made.
+        """
+        if not adapter_state.adapters:
+            return False
         tensors = self.leaves.tensors()
-        return any(adapter.defers_reduction(tensors) for adapter in adapter_state.adapters)
+        return has_failed or any(adapter.defers_reduction(tensors) for adapter in adapter_state.adapters)
 
-    def _count_pass(self, moves_scale: bool) -> None:
+    def _count_pass(self, found_inf: torch.Tensor | None, moves_scale: bool) -> None:
         """Have the scaler count the backward pass, and optimizers note its flag; or leave that to the next block.
 
         Scalers of blocks whose gradients were averaged with these count theirs: whose loss an overflow stems from, no
         process knows.
         """
-        found_inf = self.scaler.take_found_inf()
+        if self.scale is not None:
+            found_inf = shared_flag(found_inf, self.leaves)
         scalers = {self.scaler: None}
         for stash in self.stashes:
             scalers.update(dict.fromkeys(stash.unaveraged))
@@ -244,7 +241,7 @@ class Block:
                 else:
                     stash.note_delayed_overflow(scaler, flag)
         for stash in self.stashes:
-            stash.unaveraged = {}
+            stash.unaveraged = []
 
     def _holders(self) -> list[OptimizerState]:
         """The stashes of its optimizers, and of others that hold a tensor which got gradients here."""

@@ -139,6 +139,7 @@ def _restore(entries: list[Entry], scalers: list[LossScaler]) -> None:
         remark = _of_another_kind(scaler, scale, unskipped)
         scaler._loss_scale = scale
         scaler._unskipped = unskipped
+        scaler.pending = None
         what = f"loss scaler {scaler.loss_id}: loss_scale {scale}, unskipped {unskipped}"
         maybe_print(f"amp.load_state_dict: restored {what}.{remark}", True)
 

@@ -42,11 +42,15 @@ def clear_by_optimizer(optimizer: AmpOptimizer, original: Callable[..., Any], *a
     clear_with_model(masters)  # before what is None becomes zeros
     original(*args, **kwargs)
     if masters:
-        asked_for_zeros = (args and args[0] is False) or kwargs.get("set_to_none") is False
-        _clear_half_gradients(masters, bool(asked_for_zeros))
-    stash.unaveraged = {}
+        _clear_half_gradients(masters, _asks_for_zeros(*args, **kwargs))
+    stash.unaveraged = []
     if block_state.open_blocks or adapter_state.adapters:
         _clear_what_is_elsewhere(stash.leaves.tensors())
+
+
+def _asks_for_zeros(set_to_none: Any = True, *_: Any, **__: Any) -> bool:
+    """Whether these arguments of ``zero_grad`` ask for gradients of zero, and not for None."""
+    return set_to_none is False
 
 
 @_torch.without_grad

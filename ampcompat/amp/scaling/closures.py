@@ -14,7 +14,7 @@ from ampcompat.amp.casts.contexts import Saved, restored
 from ampcompat.amp.half.masters import align_written
 from ampcompat.amp.scaling.groups import follow_changes
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, StepFlag
-from ampcompat.amp.scaling.steps import announce_skip, finish, flags_set, make_ready, report_all, update_weights
+from ampcompat.amp.scaling.steps import announce_skip, finish, make_ready, read_flags, report_all, update_weights
 
 
 class _SkipStep(Exception):
@@ -119,4 +119,4 @@ def _take_flags(stash: OptimizerState) -> list[StepFlag]:
     """Return the flags that are set, and forget all of them."""
     report_all(stash)
     flags = stash.take_flags()
-    return flags_set(flags) if flags else []
+    return read_flags(flags) if flags else []

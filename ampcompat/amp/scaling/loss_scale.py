@@ -1,4 +1,4 @@
-"""A loss scale that moves: it multiplies a loss, divides gradients, and finds out whether they overflowed.
+"""A loss scale that moves: it multiplies a loss, and follows the overflows of its gradients.
 
 This is all that a step needs of a scaler; ``scaler.LossScaler`` adds apex's names. apex moved the scale on the host
 (``apex/amp/scaler.py: LossScaler.update_scale``).
@@ -24,9 +24,6 @@ Scripts also write the scale, and load it: see ``scaler``.
 
 from __future__ import annotations
 
-from operator import attrgetter
-from typing import Any
-
 import torch
 
 from ampcompat import _torch
@@ -37,9 +34,6 @@ WINDOW = 2000
 FLOOR = 2.0**-24
 #: The largest power of two that float32 holds: a scale that reaches inf can never back off.
 CEILING = 2.0**127
-
-_DTYPE = attrgetter("dtype")
-_DEVICE_AND_DTYPE = attrgetter("device", "dtype")
 
 
 class MovingScale:
@@ -76,7 +70,6 @@ class MovingScale:
         self.largest = CEILING
         self.last_pass: torch.Tensor | None = None
         self.pending: torch.Tensor | None = None
-        self._found_inf: dict[torch.device, torch.Tensor] = {}  # of gradients unscaled since the last transition
 
     @property
     def is_one(self) -> bool:
@@ -105,55 +98,12 @@ class MovingScale:
             return torch.full((), self.written_scale, dtype=torch.float32, device="cpu")
         return self.scale
 
-    # -- gradients -----------------------------------------------------------------------------------------------------
-    def unscale_grads(self, grads: Any, scale: torch.Tensor | None = None) -> None:
-        """Multiply ``grads``, dense tensors of any device and dtype, in place by 1 / scale; note any inf or NaN.
-
-        ``scale`` is what they were scaled by (0-dim float32), where that may not be the current scale. No host sync.
-        """
-        self.multiply_grads(grads, _torch.inverse_of(self.current_scale() if scale is None else scale))
-
-    def multiply_grads(self, grads: Any, factor: torch.Tensor) -> None:
-        """Multiply ``grads``, dense tensors of any device and dtype, by ``factor`` in place; note any inf or NaN."""
-        alike = len(set(map(_DTYPE, grads))) == 1 and len(set(map(torch.Tensor.get_device, grads))) == 1
-        if not alike:  # no gradients, or one kernel call for each device and dtype
-            for kind in dict.fromkeys(map(_DEVICE_AND_DTYPE, grads)):
-                self.multiply_grads([grad for grad in grads if _DEVICE_AND_DTYPE(grad) == kind], factor)
-            return
-        device = grads[0].device
-        if grads[0].is_complex():
-            grads = [torch.view_as_real(grad) for grad in grads]
-        if factor.device != device:
-            factor = _torch.moved_to(device, factor)
-        found_inf = self._found_inf.get(device)
-        if found_inf is None:
-            found_inf = torch.zeros_like(factor)
-            self._found_inf[device] = found_inf
-        _torch.unscale_and_check_(grads, found_inf, factor)
-
-    def take_found_inf(self) -> torch.Tensor | None:
-        """The flag of the gradients unscaled since the last transition, which is forgotten; None where none were."""
-        flags = list(self._found_inf.values())
-        self._found_inf = {}
-        if len(flags) > 1:  # of several devices
-            return _torch.any_of(flags)
-        return flags[0] if flags else None
-
-    def add_found_inf(self, flag: torch.Tensor) -> None:
-        """Count ``flag``, a 0-dim float32 tensor, among those of gradients unscaled since the last transition."""
-        earlier = self._found_inf.get(flag.device)
-        self._found_inf[flag.device] = flag if earlier is None else torch.maximum(flag, earlier)
-
-    def forget_found_inf(self) -> None:
-        """Forget overflows of a backward pass that is given up."""
-        self._found_inf = {}
-
     # -- the transition ------------------------------------------------------------------------------------------------
     def adjust(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
         """Make the transition for a backward pass: back off, grow, or only count. No host sync.
 
         Args:
-            found_inf: The flag of the pass, of :meth:`take_found_inf`; None where no gradient was unscaled.
+            found_inf: The flag of the pass; None where no gradient was unscaled.
 
         Returns:
             The flag for the step, which must be skipped if it is set; None for a static scale, which never skips.

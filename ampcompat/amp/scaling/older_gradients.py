@@ -16,8 +16,8 @@ import torch
 from ampcompat import _torch
 from ampcompat.amp.half.masters import Master
 from ampcompat.amp.scaling.adapter import adapter_state
+from ampcompat.amp.scaling.found_inf import FoundInf
 from ampcompat.amp.scaling.leaves import Leaves
-from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.unscaling import numbers_of_gradients
 
 
@@ -52,7 +52,7 @@ class OlderGradients:
         """Add them to the gradients that came since.
 
         Raises:
-            RuntimeError: The backward pass has written into one of them.
+            RuntimeError: One of them was written while the block was open.
         """
         sums: list[torch.Tensor] = []
         addends: list[torch.Tensor] = []
@@ -74,9 +74,9 @@ class OlderGradients:
 def _refuse_flat_parameter(param: torch.Tensor) -> None:
     shape = tuple(param.shape)
     raise RuntimeError(
-        f"scale_loss: the backward pass has written into the gradient from before the block of a parameter of shape"
-        f" {shape} - gradients of others are views of it (one flat parameter, as contiguous_params makes it), and a"
-        " block keeps older gradients apart from new ones - give amp.initialize an optimizer of model.parameters()."
+        f"scale_loss: the gradient that a parameter of shape {shape} had before the block was written in it - a block"
+        " keeps older gradients apart from new ones, and gradients of others may be views of this one (one flat"
+        " parameter, as contiguous_params makes it) - give amp.initialize an optimizer of model.parameters()."
     )
 
 
@@ -96,7 +96,7 @@ def take_sums_out_of_model(masters: list[Master]) -> None:
 
 # -- gradients of this process alone -----------------------------------------------------------------------------------
 @torch.no_grad()
-def scale_unaveraged(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) -> None:
+def scale_unaveraged(leaves: Leaves, scale: torch.Tensor | None) -> None:
     """Multiply the gradients of ``leaves``, which are those of this process alone, by the ``scale`` of a block."""
     take_sums_out_of_model(leaves.masters)
     for master in leaves.masters:
@@ -107,8 +107,7 @@ def scale_unaveraged(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | N
             master.half.grad = scaled.to(master.dtype)
     grads = numbers_of_gradients(leaves.masterless)
     if scale is not None and grads:
-        scaler.multiply_grads(grads, scale)
-        scaler.forget_found_inf()  # each process finds it in the average
+        FoundInf().multiply(grads, scale)  # each process finds an overflow in the average
 
 
 @torch.no_grad()

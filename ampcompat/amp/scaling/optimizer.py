@@ -43,9 +43,8 @@ def step(optimizer: AmpOptimizer, original: Callable[..., Any], *args: Any, **kw
     The closure is the argument of that name, or the first one if it can be called. Anything else is passed on: a step
     of a script's own may take a loss, or more.
 
-    Host syncs: one where the flag of a dynamic scale waits, or gradients of an earlier overflow may still be there; one
-    more for each scale that the message of a skip names. None with a static scale, nor with an optimizer that takes
-    ``found_inf``, but for its first step with momentum.
+    Host syncs: one where the flag of a dynamic scale waits; one more for each scale that the message of a skip names.
+    None with a static scale, nor with an optimizer that takes ``found_inf``, but for its first step with momentum.
     """
     stash: OptimizerState = optimizer._amp_stash
     if stash.in_replaced_step:  # a script's own step, which amp's is around already, has called this one

@@ -59,13 +59,15 @@ class OptimizerState:
             if any is set, whatever the script clears before it.
         delayed_overflows: The same of blocks that put off the transition of their scale: where the script has called
             the scaler's ``update_scale()`` since, it decides about the step itself.
-        unaveraged: The scalers of blocks that have left gradients of this process alone (``no_sync``), the latest last,
-            with the scale of the block: they count these passes when the gradients are averaged.
+        unaveraged: The scalers of blocks that have left gradients of this process alone (``no_sync``): they count these
+            passes when the gradients are averaged.
+        kept_scale: What gradients are multiplied by that ``fully_shard`` keeps to itself meanwhile (0-dim float32);
+            None where that is one.
         skipped: Whether the last step was skipped; None before the first step, and where the device decided.
         undecided_steps: The flags of each step that only the device knows the outcome of, on their way to the host;
             the oldest first.
         device_skipped: Whether the latest of these whose outcome is known was skipped; None before the first.
-        older: Gradients that ``_prepare_amp_backward`` has set aside, for a script's own copy of ``scale_loss``.
+        set_aside_by_script: Gradients that a script's own copy of ``scale_loss`` has set aside.
         known_step: The optimizer's own ``step`` attribute, as last looked up.
         in_replaced_step: Whether a script's replacement of ``step`` runs; amp's wrapper is around it.
     """
@@ -76,24 +78,24 @@ class OptimizerState:
     shared: Set[int] = frozenset()
     overflows: dict[LossScaler, torch.Tensor] = field(default_factory=dict)
     delayed_overflows: dict[LossScaler, DelayedOverflow] = field(default_factory=dict)
-    unaveraged: dict[LossScaler, torch.Tensor | None] = field(default_factory=dict)
+    unaveraged: list[LossScaler] = field(default_factory=list)
+    kept_scale: torch.Tensor | None = None
     skipped: bool | None = None
     undecided_steps: list[list[FlagCopy]] = field(default_factory=list)
     device_skipped: bool | None = None
-    older: OlderGradients = field(default_factory=OlderGradients)
+    set_aside_by_script: OlderGradients = field(default_factory=OlderGradients)
     known_step: object = None
     in_replaced_step: bool = False
 
     # -- overflows -----------------------------------------------------------------------------------------------------
     def note_overflow(self, scaler: LossScaler, flag: torch.Tensor) -> None:
         """Note what a block has found: the next step is skipped if ``flag`` is set."""
-        earlier = [self.overflows.get(scaler)]
+        earlier = self.overflows.get(scaler)
+        if earlier is not None:
+            flag = torch.maximum(earlier, flag)
         delayed = self.delayed_overflows.pop(scaler, None)
-        if delayed is not None and not delayed.is_taken():  # the scaler has counted these passes with the block
-            earlier.append(delayed.flag)
-        for each in earlier:
-            if each is not None:
-                flag = torch.maximum(each, flag)
+        if delayed is not None and not delayed.is_taken():  # the scaler has counted these passes with the block's
+            flag = torch.maximum(delayed.flag, flag)
         self.overflows[scaler] = flag
 
     def note_delayed_overflow(self, scaler: LossScaler, flag: torch.Tensor) -> None:
@@ -125,8 +127,8 @@ class OptimizerState:
     # -- gradients -----------------------------------------------------------------------------------------------------
     def note_unaveraged(self, scaler: LossScaler, scale: torch.Tensor | None) -> None:
         """Note that a block with ``scaler``, at ``scale``, has left gradients of this process alone."""
-        self.unaveraged.pop(scaler, None)
-        self.unaveraged[scaler] = scale
+        self.unaveraged = list(dict.fromkeys([*self.unaveraged, scaler]))
+        self.kept_scale = scale
 
     def clear_used_gradients(self) -> None:
         """Clear the gradients of masters after a step, made or skipped.

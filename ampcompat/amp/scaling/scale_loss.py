@@ -53,10 +53,9 @@ def scale_loss(
         IndexError: ``loss_id`` is no index of ``num_losses`` scalers.
 
     No host sync, except for misuse checks in the first blocks (16 for each loss), and where the loss is on the CPU and
-    the model is not: the scale is where its first loss was. Inside the block all gradients of the optimizers are
-    multiplied by its scale, those from before too; at its end they are divided, overflow is noted, and the scale moves;
-    the step after an overflow is skipped. When the block raises, what the failed pass has added stays, as in plain
-    torch, and the scale does not move.
+    the model is not: the scale is where its first loss was. At the end of the block its gradients are divided by the
+    scale, older ones are added, and the scale moves; the next step after an overflow is skipped. When the block raises,
+    what the failed pass has added stays, as in plain torch, and the scale moves with the next block.
     """
     used_optimizers, session = _optimizers_and_session(optimizers)
     if not session.enabled:

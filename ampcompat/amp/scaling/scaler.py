@@ -13,6 +13,7 @@ import torch
 
 from ampcompat import _torch
 from ampcompat.amp.options import is_scale, number, whole_number
+from ampcompat.amp.scaling.found_inf import FoundInf
 from ampcompat.amp.scaling.loss_scale import CEILING, FLOOR, WINDOW, MovingScale
 
 
@@ -29,6 +30,7 @@ class LossScaler(MovingScale):
         loss_id: Which loss of its session this scaler serves; named in messages.
 
     Attributes:
+        found_inf: Of gradients that a script has unscaled by hand since the last transition.
         taken_by_script: How often a script has counted passes that blocks have put off: flags of these passes, which
             optimizers have noted before, skip no step.
     """
@@ -58,6 +60,7 @@ class LossScaler(MovingScale):
         if self.is_dynamic and self.written_scale > self.largest:
             self.written_scale = self.largest
         self._lent_buffer: torch.Tensor | None = None  # what a script has put in the place of ``_overflow_buf``
+        self.found_inf = FoundInf()
         self.taken_by_script = 0
 
     # -- what legacy code reads and writes -----------------------------------------------------------------------------
@@ -177,7 +180,7 @@ class LossScaler(MovingScale):
         self.last_pass = None
         if self._lent_buffer is not None:
             self._lent_buffer.zero_()
-        self.forget_found_inf()
+        self.found_inf = FoundInf()
         self._take_pending()
 
     def _take_pending(self) -> torch.Tensor | None:
@@ -224,13 +227,22 @@ class LossScaler(MovingScale):
         """
         pending = self._take_pending()
         if self._lent_buffer is not None:
-            self.add_found_inf((self._lent_buffer.reshape(()) != 0).float())
+            self.found_inf.add((self._lent_buffer.reshape(()) != 0).float())
         elif pending is not None:
-            self.add_found_inf(pending)
-        self.adjust(self.take_found_inf())
+            self.found_inf.add(pending)
+        self.adjust(self.found_inf.flag())
+        self.found_inf = FoundInf()
         return self._has_overflow
 
     # -- unscaling by hand ---------------------------------------------------------------------------------------------
+    def unscale_grads(self, grads: Sequence[torch.Tensor], scale: torch.Tensor | None = None) -> None:
+        """Divide ``grads``, dense tensors of any device and dtype, by the scale in place; note any inf or NaN.
+
+        ``scale`` is what they were multiplied by (0-dim float32), where that may not be the current scale. No host
+        sync.
+        """
+        self.found_inf.multiply(list(grads), _torch.inverse_of(self.current_scale() if scale is None else scale))
+
     @_torch.without_grad
     def unscale(
         self,

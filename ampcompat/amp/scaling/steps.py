@@ -38,7 +38,7 @@ def make_or_skip_step(optimizer: AmpOptimizer, stash: OptimizerState, original: 
     if flags:
         if stash.undecided_steps:
             report_all(stash)
-        overflowed = flags_set(flags)
+        overflowed = read_flags(flags)
         if overflowed:
             announce_skip(overflowed)
             finish(optimizer, stash, skipped=True)
@@ -74,13 +74,13 @@ def _count_averaged(stash: OptimizerState) -> None:
         flag = scaler.adjust(found_inf)
         if flag is not None:
             stash.note_overflow(scaler, flag)
-    stash.unaveraged = {}
+    stash.unaveraged = []
 
 
 # -- overflows ---------------------------------------------------------------------------------------------------------
 @_torch.eager
-def flags_set(flags: list[StepFlag]) -> list[StepFlag]:
-    """Read which of ``flags`` (at least one) are set: one host sync."""
+def read_flags(flags: list[StepFlag]) -> list[StepFlag]:
+    """Read ``flags`` (at least one), and return those that are set: one host sync."""
     _, first = flags[0]
     if len(flags) == 1:
         return flags if first.item() else []

@@ -28,8 +28,8 @@ from ampcompat import _torch
 from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.half.masters import Master
 from ampcompat.amp.scaling.adapter import adapter_state
+from ampcompat.amp.scaling.found_inf import FoundInf
 from ampcompat.amp.scaling.leaves import Leaves
-from ampcompat.amp.scaling.scaler import LossScaler
 
 HalfGradients = dict[Master, torch.Tensor]  # by the master that they belong to
 _VALUE = attrgetter("value")
@@ -37,12 +37,12 @@ _IS_SPARSE = attrgetter("is_sparse")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
-def unscale_gradients(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) -> bool:
+def unscale_gradients(leaves: Leaves, found_inf: FoundInf, scale: torch.Tensor | None) -> bool:
     """Unscale the gradients of ``leaves``, and add those of half weights to their masters'. No host sync.
 
     Args:
         leaves: Whose gradients.
-        scaler: Notes inf and NaN.
+        found_inf: Notes inf and NaN.
         scale: What the gradients were multiplied by; None where nothing was scaled.
 
     Returns:
@@ -52,30 +52,29 @@ def unscale_gradients(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | 
     masterless_grads = numbers_of_gradients(leaves.masterless)
     has_gradients = bool(half_gradients or masterless_grads)
     if any(map(_REQUIRES_GRAD, half_gradients.values())) or any(map(_REQUIRES_GRAD, masterless_grads)):
-        _unscale_in_graph(leaves, scaler, scale)
+        _unscale_in_graph(leaves, found_inf, scale)
         half_gradients = {master: grad for master, grad in half_gradients.items() if not grad.requires_grad}
         masterless_grads = [grad for grad in masterless_grads if not grad.requires_grad]
     if half_gradients:
         for chunk in _in_chunks(half_gradients, scale):
-            _add_to_masters(chunk, masterless_grads, scaler, scale)
+            _add_to_masters(chunk, masterless_grads, found_inf, scale)
             masterless_grads = []  # unscaled with the first chunk, in the same kernel
     elif masterless_grads and scale is not None:
-        scaler.unscale_grads(masterless_grads, scale)
+        found_inf.multiply(masterless_grads, _torch.inverse_of(scale))
     if len(half_gradients) < len(leaves.masters):
         for master in leaves.masters:
             master.show_gradient()
     return has_gradients
 
 
-def share_overflows(leaves: Leaves, scaler: LossScaler) -> None:
-    """Share an overflow that a rank has found with every rank that has a shard of ``leaves``: all of them must call it.
+def shared_flag(flag: torch.Tensor | None, leaves: Leaves) -> torch.Tensor | None:
+    """``flag`` of this rank, combined with the flags of all ranks that have a shard of ``leaves``. No host sync.
 
-    No host sync.
+    All of them must call it.
     """
     for adapter in adapter_state.adapters:
-        flag = adapter.combined_flag(scaler.take_found_inf(), leaves.masterless)
-        if flag is not None:
-            scaler.add_found_inf(flag)
+        flag = adapter.combined_flag(flag, leaves.masterless)
+    return flag
 
 
 def numbers_of_gradients(params: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -89,7 +88,7 @@ def numbers_of_gradients(params: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @torch.enable_grad()
-def _unscale_in_graph(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | None) -> None:
+def _unscale_in_graph(leaves: Leaves, found_inf: FoundInf, scale: torch.Tensor | None) -> None:
     """Unscale the gradients of ``leaves`` that require a gradient themselves: ``backward(create_graph=True)``.
 
     They are divided inside their graph, so that what is differentiated through ``p.grad`` is not scaled. Those of half
@@ -112,7 +111,7 @@ def _unscale_in_graph(leaves: Leaves, scaler: LossScaler, scale: torch.Tensor | 
             master.value.grad = unscaled if accumulated is None else accumulated + unscaled
             master.grad_shown = True
     if scale is not None:
-        scaler.add_found_inf(_torch.any_non_finite(grads))
+        found_inf.add(_torch.any_non_finite(grads))
 
 
 def _divided(grad: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -153,7 +152,7 @@ def _in_chunks(half_gradients: HalfGradients, scale: torch.Tensor | None) -> Ite
 def _add_to_masters(
     half_gradients: HalfGradients,
     masterless_grads: list[torch.Tensor],
-    scaler: LossScaler,
+    found_inf: FoundInf,
     scale: torch.Tensor | None,
 ) -> None:
     """Add ``half_gradients``, in float32 and unscaled, to their masters'; unscale ``masterless_grads`` too."""
@@ -168,7 +167,7 @@ def _add_to_masters(
         grads = _torch.float32_copies(list(half_gradients.values()), list(map(_VALUE, half_gradients)))
         entries = grads
     if scale is not None:
-        scaler.unscale_grads(masterless_grads + entries, scale)
+        found_inf.multiply(masterless_grads + entries, _torch.inverse_of(scale))
     sums: list[torch.Tensor] = []
     addends: list[torch.Tensor] = []
     for master, grad in zip(half_gradients, grads, strict=True):

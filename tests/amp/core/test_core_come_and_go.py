@@ -162,20 +162,6 @@ def test_a_parameter_that_goes_to_another_optimizer_in_an_open_block(level, rais
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("level", ["O1", "O3"])
-def test_an_optimizer_in_the_place_of_one_that_was_gone_for_a_while(level):
-    """Blocks of the other one have left gradients in its weights, and nobody unscaled them."""
-    model = Two()
-    first, second = sgd(model.a.parameters()), sgd(model.b.parameters())
-    start(level, model, [first, second])
-    del second
-    gc.collect()
-    block(model, first)
-    second = sgd(model.b.parameters())
-    start(level, [], second)
-    assert moved(model.b, second.step) == 0
-
-
 @pytest.mark.parametrize("level", ["O0", "O3"])
 def test_a_run_that_scales_nothing_is_not_changed_by_one_that_scaled(level):
     """As under apex, its step is made whatever the gradients are; and it asks the device nothing."""

@@ -226,6 +226,16 @@ def zero_gradients(model, optimizer):
     optimizer.step()
 
 
+def zero_gradients_of_a_block(model, optimizer):
+    """Before another block, and before a step."""
+    for one in (optimizer, model):
+        backward(model, optimizer)
+        one.zero_grad(set_to_none=False)
+        backward(model, optimizer)
+        one.zero_grad(set_to_none=False)
+        optimizer.step()
+
+
 class Forwards:
     """An object around an optimizer, as training frameworks have them."""
 
@@ -322,6 +332,7 @@ RIGHT = [
     clear_gradients_between_blocks,
     let_the_model_clear_gradients,
     zero_gradients,
+    zero_gradients_of_a_block,
     an_object_that_forwards_to_the_optimizer,
     gradients_of_the_scripts_own,
     gradients_of_autograd_grad,

@@ -1,6 +1,6 @@
 """Overflows: which passes the scale counts, and which step is skipped.
 
-Public training runs depend on the first: with another count their scales, and so their figures, are others.
+Recorded runs of public scripts depend on the count: with another one their scales differ, and so do their figures.
 """
 
 import pytest
@@ -74,7 +74,7 @@ def test_each_scaler_counts_the_passes_of_its_own_loss(level):
 @LEVELS
 @pytest.mark.parametrize("times", [(INF, 1.0), (1.0, INF), (INF, INF)])
 @pytest.mark.parametrize("counts", ["update_scale", "block"])
-def test_passes_that_put_it_off_are_one_for_the_scale(level, times, counts):
+def test_passes_that_put_the_transition_off_count_as_one(level, times, counts):
     """As under apex, where ``delay_overflow_check`` left one call of ``update_scale()`` to the script."""
     model, optimizer = start(level)
     for factor in times:
@@ -134,6 +134,20 @@ def test_the_next_step_is_skipped_whatever_was_cleared_and_no_other(level, decid
     assert not amp.step_was_skipped(optimizer)
     assert not same(masters(optimizer), before)
     assert all(param.isfinite().all() for param in masters(optimizer))
+
+
+@LEVELS
+@pytest.mark.parametrize("decides", MAKERS)
+def test_blocks_of_either_kind_after_a_delayed_overflow_leave_its_step_skipped(level, decides):
+    model, optimizer = start(level, MAKERS[decides])
+    before = masters(optimizer)
+    for times, delays in ((INF, True), (1.0, False), (1.0, True), (1.0, False)):
+        optimizer.zero_grad()
+        backward(model, optimizer, times=times, delay_unscale=delays)
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert same(masters(optimizer), before)
+    assert scales() == [2.0**15]
 
 
 @pytest.mark.cover(2)
