@@ -1,4 +1,4 @@
-"""Parameters: writes that do not move versions (through ``data``, by collectives, our own), and attributes of scripts."""
+"""Parameters: writes that move no version (through ``data``, by collectives, our own), and attributes of scripts."""
 
 from __future__ import annotations
 
