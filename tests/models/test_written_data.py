@@ -121,6 +121,7 @@ def trained(level, kept, write, *, takes_anew):
     return run.weights()
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("takes_anew", [False, True])
 @pytest.mark.parametrize("kept", [masters_data, models_data])
 @pytest.mark.parametrize("write", WRITES)

@@ -109,6 +109,7 @@ def test_the_check_would_notice():
 
 
 class TestTrainingNeverMixesLists:
+    @pytest.mark.cover(1)
     @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
     @pytest.mark.parametrize("level", LEVELS)
     def test_two_blocks_a_step_with_overflows_and_a_param_in_bfloat16(self, level, make):

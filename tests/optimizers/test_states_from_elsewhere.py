@@ -186,6 +186,7 @@ def test_what_was_converted_is_saved_as_our_own(target, source):
     assert {frozenset(state) for state in saved["state"].values()} == {frozenset(s) for s in own["state"].values()}
 
 
+@pytest.mark.rotate(4)
 @pytest.mark.parametrize(("target", "source"), [(t, s) for t, s in PAIRS if s not in CONTINUED[t]])
 def test_the_rest_is_refused_by_both_names_before_anything_changes(target, source):
     theirs, _ = trained(SOURCES[source])

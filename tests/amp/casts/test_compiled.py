@@ -178,6 +178,7 @@ class Generating(nn.Module):
         return self.head(self.generator(x))
 
 
+@pytest.mark.rotate(3)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
 def test_a_part_that_was_initialized_too(level):
     """A half model computes with half outputs of its part; code outside of models gets float32 ones."""

@@ -43,6 +43,7 @@ def weights(optimizer):
     return [p.detach().clone() for p in amp.master_params(optimizer)]
 
 
+@pytest.mark.rotate(2)
 @pytest.mark.parametrize("level", LEVELS)
 def test_steps_with_a_compiled_loss_are_the_eager_ones(plain, level):
     """Forward and loss are one graph; ``backward()`` is a graph break of torch's own."""

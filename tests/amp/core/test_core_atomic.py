@@ -108,6 +108,7 @@ def test_a_failure_half_way_is_repaired_by_the_same_call(level, place, monkeypat
     assert got[1] == want[1]
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("first", ["O1", "O2"])

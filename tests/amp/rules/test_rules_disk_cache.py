@@ -29,7 +29,7 @@ DTYPE = {"plain": "torch.float16", "rules": "torch.float32"}
 def hits(kind, directory):
     """How often a process with the rules, or a plain one, found its graph in the cache of ``directory``."""
     paths = {"TORCHINDUCTOR_CACHE_DIR": str(directory), "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = run_python(["-W", "ignore", "-c", PROGRAM, kind], env={**os.environ, **paths})
+    done = run_python(["-W", "ignore", "-c", PROGRAM, kind], env={**os.environ, **paths}, fresh=True)
     assert done.returncode == 0, done.stderr
     dtype, found = done.stdout.split()
     assert dtype == DTYPE[kind]

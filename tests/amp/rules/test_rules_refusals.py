@@ -241,7 +241,7 @@ for function in (lambda x: torch.exp_(x), lambda x: torch.Tensor.exp_(x)):
 @pytest.mark.skipif(Version("2.5") > _torch.TORCH, reason="torch 2.4 breaks the graph at some functions, at times")
 def test_functions_are_compiled_in_any_order_of_calls():
     # The compiler, not yet imported, looks torch's functions up while ours are in their places.
-    run = run_python(["-c", IN_ANY_ORDER], env={**os.environ, "PYTHONPATH": PATH_WITH_TESTS})
+    run = run_python(["-c", IN_ANY_ORDER], env={**os.environ, "PYTHONPATH": PATH_WITH_TESTS}, fresh=True)
     assert run.returncode == 0, run.stderr
 
 
