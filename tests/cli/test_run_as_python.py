@@ -119,6 +119,7 @@ def both(folder, *arguments, **keywords):
     return run([sys.executable, *arguments], folder, **keywords), run([*OURS, *arguments], folder, **keywords)
 
 
+@pytest.mark.rotate(3)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -163,6 +164,7 @@ def test_same_as_python(scripts, arguments):
     assert without_addresses(ours.stderr) == without_addresses(plain.stderr).replace(f"{scripts}/.'", f"{scripts}'")
 
 
+@pytest.mark.rotate(2)
 @pytest.mark.parametrize("arguments", [["patches_torch.py", "O1"], ["takes_torch_away.py"]], ids=" ".join)
 def test_same_as_python_with_torch(scripts, arguments):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

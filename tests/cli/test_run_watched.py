@@ -119,6 +119,7 @@ def test_each_rank_that_a_script_spawns_writes_a_file_of_its_own(tmp_path, start
     assert "amp.initialize was not called in this process" in files["r.json"]["sentences"][0]
 
 
+@pytest.mark.rotate(2)
 def test_a_process_that_a_script_starts_writes_a_file_of_its_own(tmp_path, start_children):
     done = start_children("--report=r.json", "subprocess")
     assert done.returncode == 0, done.stderr

@@ -10,6 +10,8 @@ import pytest
 from all_checks import AT_EVERY_LEVEL, AT_TWO_LEVELS
 from python_process import PATH_WITH_TESTS, run_python
 
+pytestmark = pytest.mark.torch
+
 HERE = Path(__file__).parent
 
 

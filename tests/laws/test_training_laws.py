@@ -18,7 +18,7 @@ from reference_amp import Raised, Reference
 from ampcompat import amp
 
 # Programs make every mistake that there is a warning for.
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = [pytest.mark.device, pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
 class Real:

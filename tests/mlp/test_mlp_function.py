@@ -12,6 +12,8 @@ from torch import nn
 from ampcompat import amp
 from ampcompat.mlp import MLP, MlpFunction, mlp_function
 
+pytestmark = pytest.mark.device
+
 SIZES = [6, 8, 3]
 ACTIVATIONS = ["none", "relu", "sigmoid"]
 HERE = torch.empty(0).device.type

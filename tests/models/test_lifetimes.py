@@ -13,6 +13,8 @@ from nets import LEVELS, Net, Routed, batch, made
 
 from ampcompat import amp
 
+pytestmark = pytest.mark.torch
+
 
 def train(model, optimizer, steps):
     for step in range(steps):

@@ -13,6 +13,8 @@ from torch.nn.utils import parametrizations, parametrize
 
 from ampcompat import amp
 
+pytestmark = pytest.mark.torch
+
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_model_stays_what_it_was(level):

@@ -20,6 +20,8 @@ from ampcompat import amp
 from ampcompat._torch import TORCH
 from ampcompat.amp.half.masters import master_of
 
+pytestmark = pytest.mark.torch
+
 
 def masters_data(run):
     return [param.data for param in amp.master_params(run.optimizer)]

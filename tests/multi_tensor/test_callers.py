@@ -14,6 +14,8 @@ from ampcompat.multi_tensor_apply import multi_tensor_applier
 from ampcompat.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from ampcompat.parallel import LARC
 
+pytestmark = pytest.mark.device
+
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 SHAPES = [(4, 3), (4,), (2, 2, 2)]
 #: A value next to a rounding boundary may round either way, after arithmetic in another order: two ulps of the dtype.

@@ -10,6 +10,8 @@ import torch
 from ampcompat import amp, fused_adam_cuda, optimizers
 from ampcompat.contrib.optimizers import FusedAdam, FusedLAMB, FusedSGD
 
+pytestmark = pytest.mark.device
+
 HALVES = [torch.float16, torch.bfloat16]
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 

@@ -10,6 +10,8 @@ import torch
 
 from ampcompat.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
+pytestmark = pytest.mark.torch
+
 EVERY = [
     (FusedAdam, {"weight_decay": 0.1}),
     (FusedAdam, {"adam_w_mode": False, "capturable": True, "weight_decay": 0.1}),

@@ -8,6 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampcompat import _torch, amp, optimizers
 from ampcompat.parallel.LARC import LARC
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 OPTIMIZERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),

@@ -9,6 +9,8 @@ import torch
 
 from ampcompat.optimizers import FusedLAMB, FusedMixedPrecisionLamb
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 HALF = [torch.float16, torch.bfloat16]
 halves = pytest.mark.parametrize("dtype", HALF, ids=str)
 

@@ -14,6 +14,8 @@ from ampcompat import _torch
 from ampcompat.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from ampcompat.parallel.LARC import LARC
 
+pytestmark = pytest.mark.device
+
 CASES = [
     (FusedAdam, scalar_rules.adam, {}),
     (FusedAdam, scalar_rules.adam, {"weight_decay": 0.1}),

@@ -16,6 +16,8 @@ from ampcompat.amp import disable_casts, initialize, register_float_function, sc
 
 #: torch's compiler trips over deprecations of its own.
 pytestmark = [
+    pytest.mark.device,
+    pytest.mark.torch,
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
 ]

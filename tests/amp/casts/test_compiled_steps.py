@@ -9,6 +9,8 @@ from seeded import seeded
 
 from ampcompat import _torch, amp
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 LEVELS = ["O0", "O1", "O2", "O3"]
 
 

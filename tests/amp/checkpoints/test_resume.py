@@ -13,6 +13,8 @@ from runs import LEVELS, LOADS, OPTIMIZERS, ORDERS, Net, Run, resumed, same
 
 from ampcompat import amp
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 
 @functools.cache
 def interrupted_after_three_steps(level, optimizer):

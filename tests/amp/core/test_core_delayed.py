@@ -9,6 +9,8 @@ from ampcompat import amp
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.scaling.adapter import Adapter, use
 
+pytestmark = pytest.mark.device
+
 INF = float("inf")
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from python_process import run_python
 
+pytestmark = pytest.mark.torch
+
 #: Prints the dtype of a compiled loss, and how often its graph was found in the cache.
 PROGRAM = """
 import sys

@@ -9,6 +9,8 @@ from torch.nn.utils import parametrizations, weight_norm
 
 from ampcompat.amp import initialize
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 HALF, FLOAT = torch.float16, torch.float32
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from python_process import PATH_WITH_TESTS, run_python
 
+pytestmark = pytest.mark.torch
+
 PROGRAM = Path(__file__).with_name("op_database.py")
 PARTS = 8
 
