@@ -355,6 +355,7 @@ SEVERAL = {
 }
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("loss_scale", ["dynamic", 128.0])
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
 @pytest.mark.parametrize("steps", SEVERAL.values(), ids=SEVERAL)

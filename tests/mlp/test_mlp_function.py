@@ -63,6 +63,7 @@ def gradients(module, x, grad, weights, biases):
     return out, torch.autograd.grad(out, [x, *weights, *biases], grad)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("kind", [MLP, OwnMLP])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -368,6 +368,7 @@ def group_of_one(tmp_path):
     destroy_process_group()
 
 
+@pytest.mark.cover(2)
 @pytest.mark.on_cpu
 @pytest.mark.parametrize("handed", [itself, alias_of, detached, view_of_alias, rows_of_alias])
 @pytest.mark.parametrize("call", ["broadcast", "all_reduce"])

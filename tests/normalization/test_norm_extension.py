@@ -154,6 +154,7 @@ def filled(layer):
     return layer
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("memory_efficient", [False, True])
 @pytest.mark.parametrize("weights", ["none", "same", "mixed"])
 @pytest.mark.parametrize("rms", [False, True])

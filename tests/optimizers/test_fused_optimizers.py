@@ -189,6 +189,7 @@ def test_state_dict_is_not_tied_to_the_optimizer_that_loaded_it(cls, options):
             assert torch.equal(value, saved["state"][key][name])
 
 
+@pytest.mark.cover(2)
 @dtypes
 @every
 @pytest.mark.parametrize(

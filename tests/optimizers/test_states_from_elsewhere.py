@@ -203,6 +203,7 @@ def test_the_rest_is_refused_by_both_names_before_anything_changes(target, sourc
     train(optimizer, params, [STEPS])
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("source", SOURCES)
 def test_no_state_yet_is_read_as_state_is(target, source):
@@ -229,6 +230,7 @@ OF_TORCH = [name for name in SOURCES if name.startswith("torch")]
 OURS = [name for name in TARGETS if not name.startswith("LARC")]
 
 
+@pytest.mark.rotate(3)
 @pytest.mark.parametrize("torchs", OF_TORCH)
 @pytest.mark.parametrize("ours", OURS)
 def test_torch_continues_our_state_or_raises(torchs, ours):

@@ -299,6 +299,7 @@ PASSES = {
 }
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize("passes", PASSES)
 @pytest.mark.parametrize("clear", CLEARS)

@@ -42,6 +42,7 @@ BEFORE = {
 }
 
 
+@pytest.mark.rotate(2)
 @pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_model_is_traced_at_any_time(level, before):

@@ -20,6 +20,7 @@ def casts():
     return lambda level="O1": initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("level", ["O1", "O4"])
 @pytest.mark.parametrize("dtype", [HALF, torch.bfloat16, FLOAT])
 @pytest.mark.parametrize("dim", [0, 1, None])
