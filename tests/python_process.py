@@ -106,9 +106,10 @@ class WarmPython:
         return status
 
     def end(self) -> None:
-        """Let the process end."""
-        self.process.stdin.close()
+        """End the process."""
+        self.process.terminate()
         self.process.wait()
+        self.process.stdin.close()
         self.process.stdout.close()
 
 

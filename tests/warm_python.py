@@ -32,6 +32,7 @@ def serve() -> dict:
         pid = os.fork()
         if pid == 0:
             return json.loads(line)
+        os.setpgid(pid, pid)  # a program that is killed takes its children along
         print(pid, flush=True)
         _, status = os.waitpid(pid, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
@@ -40,7 +41,6 @@ def serve() -> dict:
 
 def take_over(request: dict) -> None:
     """Give this process the files, the folder and the environment of the request."""
-    os.setpgid(0, 0)  # who kills the process kills its children too
     redirect(0, os.devnull, os.O_RDONLY)
     redirect(1, request["out"], os.O_WRONLY)
     redirect(2, request["err"], os.O_WRONLY)
