@@ -158,31 +158,6 @@ def test_opennmts_adam_with_half_copies(dtype):
 
 
 @dtypes
-def test_opennmts_adam_in_the_contributed_fp16_optimizer(dtype):
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2).to(dtype)
-    reference = copy.deepcopy(model)
-    wrapped = contributed.FP16_Optimizer(OpenNMT(model.parameters(), lr=0.05), static_loss_scale=64.0, verbose=False)
-    masters = twin(reference.parameters())
-    adam = torch.optim.Adam(masters, lr=0.05)
-    for step in range(4):
-        torch.manual_seed(step)
-        x = torch.randn(5, 3).to(dtype)
-        wrapped.zero_grad()
-        wrapped.backward(model(x).float().square().mean())
-        wrapped.step()
-        reference.zero_grad()
-        (reference(x).float().square().mean() * 64).backward()
-        for master, p in zip(masters, reference.parameters(), strict=True):
-            master.grad = p.grad.float() / 64
-        adam.step()
-        with torch.no_grad():
-            for master, p in zip(masters, reference.parameters(), strict=True):
-                p.copy_(master)
-    assert_close(model.parameters(), reference.parameters(), dtype)
-
-
-@dtypes
 def test_a_copy_of_the_contributed_adam_with_use_mt(dtype):
     """It passes params, moments, gradients and copies as lists, in this order, and an integer flag."""
     halves = make_params(dtype)
@@ -522,6 +497,7 @@ def test_a_vendored_fp16_optimizer(make, make_reference, max_norm, dtype):
 
 
 WRAPPED = {
+    "OpenNMT": (lambda params: OpenNMT(params, lr=0.05), lambda params: torch.optim.Adam(params, lr=0.05)),
     "FusedAdam": (CONTRIBUTED["FusedAdam"][0], CONTRIBUTED["FusedAdam"][1]),
     "FusedSGD": (CONTRIBUTED["FusedSGD"][0], CONTRIBUTED["FusedSGD"][1]),
     "FusedLAMB": (
