@@ -17,6 +17,8 @@ torch.cuda.is_available = lambda: True
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # torch imports a part of its compiler here
 before = set(sys.modules)
 
+from ampcompat import amp
+
 for level in sys.argv[1:]:
     if os.fork() == 0:
         break
@@ -24,7 +26,6 @@ for level in sys.argv[1:]:
 else:
     sys.exit()
 
-from ampcompat import amp
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 if level == "init":
