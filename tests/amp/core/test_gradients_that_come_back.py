@@ -41,7 +41,6 @@ def bring_back(optimizer, copies):
         p.grad = torch.stack(gradients).mean(0)
 
 
-@pytest.mark.cover(2)
 @pytest.mark.parametrize("clears_last", [False, True])
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("clear", CLEARS.values(), ids=CLEARS)

@@ -14,8 +14,6 @@ from ampcompat.tools.recording.journal import Journal, error_line, read_step
 from ampcompat.tools.recording.process import command
 from ampcompat.tools.recording.steps import Scale, Step
 
-pytestmark = pytest.mark.torch
-
 STEP = Step(1, 1, 0, False, [Scale(0, 2.0, 1)], [1.5], 2.0)
 
 
