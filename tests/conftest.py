@@ -11,6 +11,7 @@ import pytest
 from covering import mark_the_rest_slow
 from failures import Failures
 from packaging.specifiers import SpecifierSet
+from rotating import mark_other_shares_slow
 
 # Imports and collection create objects that are kept: looking for garbage among them would cost seconds.
 # ``pytest_collection_finish`` switches the collector on again.
@@ -86,8 +87,8 @@ def emulate_cuda(runs_tests: bool) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` deselects the slow tests
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Apply the marks ``cover`` and ``divergence``.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Apply the marks ``cover``, ``rotate`` and ``divergence``.
 
     A test of a divergence is expected to fail on the torch versions that docs/divergences.json names.
     """
@@ -96,6 +97,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # The files in ``core`` are small: where they come last, the workers end at about the same time.
     items.sort(key=lambda item: item.path.parent.name == "core")
     mark_the_rest_slow(items)
+    mark_other_shares_slow(items, config.args)
     for item in items:
         for mark in item.iter_markers("divergence"):
             entry = DIVERGENCES[mark.args[0]]

@@ -5,7 +5,7 @@ import torch
 from emulated_cuda import Log
 from steady_steps import OPTIMIZERS, residual, warmed_up
 
-pytestmark = pytest.mark.skipif(torch.version.cuda != "emulated", reason="needs --emulate-cuda")
+pytestmark = [pytest.mark.device, pytest.mark.skipif(torch.version.cuda != "emulated", reason="needs --emulate-cuda")]
 
 #: What a level does, written by hand.
 STANDS_FOR = {"O0": "float32", "O1": "autocast + GradScaler", "O2": "masters by hand"}

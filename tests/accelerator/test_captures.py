@@ -6,7 +6,7 @@ from emulated_cuda import device
 
 from ampcompat import amp, optimizers
 
-pytestmark = pytest.mark.skipif(torch.version.cuda != "emulated", reason="needs --emulate-cuda")
+pytestmark = [pytest.mark.device, pytest.mark.skipif(torch.version.cuda != "emulated", reason="needs --emulate-cuda")]
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 SCALING = ("O1", "O2")  # their steps are skipped after an overflow

@@ -10,7 +10,7 @@ from steady_steps import WARM_UP, residual, under_amp
 
 from ampcompat import amp
 
-pytestmark = pytest.mark.skipif(torch.version.cuda != "emulated", reason="needs --emulate-cuda")
+pytestmark = [pytest.mark.device, pytest.mark.skipif(torch.version.cuda != "emulated", reason="needs --emulate-cuda")]
 COUNT = 100
 CASE = residual(COUNT)
 

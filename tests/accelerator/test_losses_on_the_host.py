@@ -7,7 +7,7 @@ from torch import nn
 
 from ampcompat import _torch, amp
 
-pytestmark = pytest.mark.skipif(torch.version.cuda != "emulated", reason="needs --emulate-cuda")
+pytestmark = [pytest.mark.device, pytest.mark.skipif(torch.version.cuda != "emulated", reason="needs --emulate-cuda")]
 
 #: In which of the backward passes the loss overflows.
 OVERFLOWS = (1, 3)

@@ -8,7 +8,7 @@ from torch import nn
 from ampcompat import amp, optimizers
 from ampcompat._torch import chunks
 
-pytestmark = pytest.mark.skipif(torch.version.cuda != "emulated", reason="needs --emulate-cuda")
+pytestmark = [pytest.mark.device, pytest.mark.skipif(torch.version.cuda != "emulated", reason="needs --emulate-cuda")]
 
 MAKERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from emulated_cuda import Log
 
-pytestmark = pytest.mark.skipif(torch.version.cuda != "emulated", reason="needs --emulate-cuda")
+pytestmark = [pytest.mark.device, pytest.mark.skipif(torch.version.cuda != "emulated", reason="needs --emulate-cuda")]
 
 
 def ones(*shape, dtype):

@@ -6,7 +6,6 @@ import importlib.util
 import math
 import pickle
 import re
-import subprocess
 import sys
 import textwrap
 import types
@@ -308,7 +307,7 @@ def test_a_stand_in_without_a_spec_gives_way(monkeypatch):
 
 def test_importing_ampcompat_imports_no_torch():
     source = "import sys, ampcompat; ampcompat.install_as_apex(); import apex; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = run_python(["-c", source], cwd=ROOT, fresh=True)
     assert (done.stdout, done.stderr) == ("False\n", "")
 
 

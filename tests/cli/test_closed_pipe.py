@@ -45,6 +45,7 @@ def test_check_ends_with_its_status(tmp_path):
     assert into_closed_pipe(tmp_path, "-m", "ampcompat", "check") == (1, "")
 
 
+@pytest.mark.rotate(3)
 @pytest.mark.parametrize("code", ["print('loss', flush=True)", "print('loss')", ""])
 def test_a_script_with_a_report_ends_as_without(tmp_path, code):
     """What is printed is said to find no reader; the report is not."""

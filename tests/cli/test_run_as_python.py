@@ -119,6 +119,7 @@ def both(folder, *arguments, **keywords):
     return run([sys.executable, *arguments], folder, **keywords), run([*OURS, *arguments], folder, **keywords)
 
 
+@pytest.mark.rotate(3)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -160,11 +161,13 @@ def test_same_as_python(scripts, arguments):
     assert without_addresses(ours.stderr) == without_addresses(plain.stderr)
 
 
+@pytest.mark.rotate(2)
 @pytest.mark.parametrize("arguments", [["patches_torch.py", "O1"], ["takes_torch_away.py"]], ids=" ".join)
 def test_same_as_python_with_torch(scripts, arguments):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     plain, ours = (
-        run_python([*words, *arguments], cwd=scripts, env=environment) for words in ([], ["-m", "ampcompat", "run"])
+        run_python([*words, *arguments], cwd=scripts, env=environment, fresh=True)
+        for words in ([], ["-m", "ampcompat", "run"])
     )
     assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout)
     assert without_addresses(ours.stderr) == without_addresses(plain.stderr)

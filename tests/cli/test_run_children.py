@@ -44,7 +44,7 @@ def test_children_see_the_alias(tmp_path):
     (tmp_path / "spawns.py").write_text(SPAWNS)
     command = ["-m", "ampcompat", "run", "--opt-level", "O2", "--dtype=bf16", "spawns.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
-    done = run_python(command, cwd=tmp_path, env=environment)
+    done = run_python(command, cwd=tmp_path, env=environment, fresh=True)
     assert done.stderr.startswith("ampcompat run: the script never called amp.initialize in this process")
     assert done.stderr.endswith(" - processes that it started inherited --opt-level, --dtype\n")
     assert done.stdout.splitlines() == [

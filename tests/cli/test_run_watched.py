@@ -43,10 +43,10 @@ sys.exit(int(sys.argv[1]))
 def ampcompat_run(tmp_path):
     """Run ``ampcompat run`` with the given words, in ``tmp_path``."""
 
-    def start(*words, **environment):
+    def start(*words, fresh=False, **environment):
         (tmp_path / "training.py").write_text(TRAINING)
         environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-        return run_python(["-m", "ampcompat", "run", *words], cwd=tmp_path, env=environment)
+        return run_python(["-m", "ampcompat", "run", *words], cwd=tmp_path, env=environment, fresh=fresh)
 
     return start
 
@@ -105,7 +105,7 @@ if __name__ == "__main__":
 @pytest.fixture
 def start_children(tmp_path, ampcompat_run):
     (tmp_path / "spawns.py").write_text(SPAWNS)
-    return lambda option, how: ampcompat_run(option, "spawns.py", how, PYTHON=sys.executable)
+    return lambda option, how: ampcompat_run(option, "spawns.py", how, fresh=how == "spawn", PYTHON=sys.executable)
 
 
 @pytest.mark.slow
@@ -118,6 +118,7 @@ def test_each_rank_that_a_script_spawns_writes_a_file_of_its_own(tmp_path, start
     assert files["r.json"]["initialized"] is False
 
 
+@pytest.mark.rotate(2)
 def test_a_process_that_a_script_starts_writes_a_file_of_its_own(tmp_path, start_children):
     done = start_children("--report=r.json", "subprocess")
     assert done.returncode == 0, done.stderr

@@ -18,7 +18,7 @@ def rank_main(directory: str) -> int:
     from all_checks import CHECKS
     from checks import run_all
 
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=10))
     failed = run_all(CHECKS)
     Path(directory).mkdir(parents=True, exist_ok=True)
     Path(directory, f"{dist.get_rank()}.json").write_text(json.dumps(failed))

@@ -8,6 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampcompat import amp
 
+pytestmark = pytest.mark.torch
+
 LATE = """
 import sys
 import torch

@@ -9,6 +9,8 @@ import torch
 from ampcompat import install_as_apex
 from ampcompat.fp16_utils import DynamicLossScaler, FP16_Optimizer
 
+pytestmark = pytest.mark.device
+
 
 def make(**options):
     torch.manual_seed(0)

@@ -5,7 +5,7 @@ import torch
 
 from ampcompat import amp, optimizers
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [pytest.mark.device, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 MAKERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True, capturable=True),
     "FusedAdam": lambda params: optimizers.FusedAdam(params, lr=1e-3, capturable=True),

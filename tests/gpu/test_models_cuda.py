@@ -11,7 +11,7 @@ from ampcompat import amp
 from ampcompat._torch import dispatcher
 
 pytestmark = [
-    pytest.mark.gpu,
+    pytest.mark.device,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 

@@ -6,7 +6,7 @@ from o1_casts import casts_on
 from op_calls import PAIRS, probe
 from op_rows import ROWS
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [pytest.mark.device, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize("name", sorted(ROWS))

@@ -12,7 +12,7 @@ import pprint
 import programs
 import pytest
 import torch
-from law_profiles import seeds
+from law_profiles import SEEDS
 from native_file import native_amp
 from reference_amp import Raised, Reference
 from test_training_laws import SHARED, STALE, TOGETHER, block, check, clear, step
@@ -314,7 +314,8 @@ def shortened(program):
 
 
 @pytest.mark.filterwarnings("ignore:.*forward never ran:UserWarning")
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.rotate(20)
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_program(seed):
     program = generate(seed)
     try:
@@ -354,6 +355,7 @@ SEVERAL = {
 }
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("loss_scale", ["dynamic", 128.0])
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
 @pytest.mark.parametrize("steps", SEVERAL.values(), ids=SEVERAL)

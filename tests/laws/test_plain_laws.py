@@ -1,12 +1,15 @@
 """Where amp must do nothing it does nothing, bit for bit; and undo leaves torch as it was."""
 
 import law_profiles  # noqa: F401 - loads the profile
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from internals import reset
 
 from ampcompat import amp
+
+pytestmark = pytest.mark.torch
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),

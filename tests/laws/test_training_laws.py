@@ -11,15 +11,14 @@ import pprint
 import programs
 import pytest
 import torch
-from hypothesis import settings
 from internals import reset
-from law_profiles import seeds
+from law_profiles import SEEDS
 from reference_amp import Raised, Reference
 
 from ampcompat import amp
 
 # Programs make every mistake that there is a warning for.
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = [pytest.mark.device, pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
 class Real:
@@ -307,7 +306,8 @@ def shortened(program):
     return {**program, "steps": steps}
 
 
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.rotate(20)
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_program(seed):
     program = programs.generate(seed)
     if error_of(program) is None:
@@ -317,7 +317,8 @@ def test_a_program(seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("seed", range(settings().max_examples // 10))
+@pytest.mark.rotate(20)
+@pytest.mark.parametrize("seed", SEEDS[::10])
 def test_a_program_under_another_default_dtype(seed, dtype):
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -413,6 +414,7 @@ TOGETHER = {
 }
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
 @pytest.mark.parametrize("loss_scale", ["dynamic", 128.0])
 @pytest.mark.parametrize(("config", "steps"), TOGETHER.values(), ids=TOGETHER)

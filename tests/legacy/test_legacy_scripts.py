@@ -60,9 +60,9 @@ MARKS = {
 }
 
 
-def run(arguments):
+def run(arguments, fresh=False):
     environment = {**os.environ, "PYTHONPATH": PATH_WITH_TESTS, "OMP_NUM_THREADS": "1"}
-    done = run_python(arguments, cwd=ROOT, env=environment, timeout=240)
+    done = run_python(arguments, cwd=ROOT, env=environment, fresh=fresh)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -112,5 +112,5 @@ os._exit(0)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_trains_under_torchrun(script):
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
-    out = run([*launcher, "-m", "ampcompat", "run", "--opt-level", "O1", "-c", AS_A_RANK, script])
+    out = run([*launcher, "-m", "ampcompat", "run", "--opt-level", "O1", "-c", AS_A_RANK, script], fresh=True)
     assert_falls(losses(out.splitlines()), steps=20)

@@ -12,6 +12,8 @@ from torch import nn
 from ampcompat import amp
 from ampcompat.mlp import MLP, MlpFunction, mlp_function
 
+pytestmark = pytest.mark.device
+
 SIZES = [6, 8, 3]
 ACTIVATIONS = ["none", "relu", "sigmoid"]
 HERE = torch.empty(0).device.type
@@ -61,6 +63,7 @@ def gradients(module, x, grad, weights, biases):
     return out, torch.autograd.grad(out, [x, *weights, *biases], grad)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("kind", [MLP, OwnMLP])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -8,6 +8,8 @@ from torch import nn
 
 from ampcompat import amp
 
+pytestmark = pytest.mark.torch
+
 
 def start(level="O2"):
     torch.manual_seed(0)

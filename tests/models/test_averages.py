@@ -11,6 +11,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from ampcompat import amp
 
+pytestmark = pytest.mark.torch
+
 DECAY = 0.9999
 
 

@@ -14,6 +14,8 @@ from torch import fx, nn
 
 from ampcompat import amp
 
+pytestmark = pytest.mark.torch
+
 
 def initialized(model, level):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -33,6 +33,8 @@ from torch import nn
 from ampcompat import amp
 from ampcompat.parallel import LARC
 
+pytestmark = pytest.mark.torch
+
 
 def by_pickle(model):
     return pickle.loads(pickle.dumps(model))

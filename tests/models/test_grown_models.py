@@ -11,6 +11,8 @@ from nets import batch, made, masters_agree
 
 from ampcompat import amp
 
+pytestmark = pytest.mark.device
+
 HALF = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
 
 

@@ -13,6 +13,8 @@ from torch import nn
 
 from ampcompat import amp, optimizers
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 LEVELS = ["O2", "O5"]
 STEPS = 6
 

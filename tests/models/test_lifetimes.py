@@ -13,6 +13,8 @@ from nets import LEVELS, Net, Routed, batch, made
 
 from ampcompat import amp
 
+pytestmark = pytest.mark.torch
+
 
 def train(model, optimizer, steps):
     for step in range(steps):
@@ -79,13 +81,13 @@ def test_steps_do_not_grow_memory(level):
     train(model, optimizer, 10)
     tensors, held, blocks = live_tensors(), sizes_of_state(), [sys.getallocatedblocks()]
     for _ in range(6):
-        train(model, optimizer, 200)
+        train(model, optimizer, 60)
         assert live_tensors() == tensors
         assert sizes_of_state() == held
         gc.collect()
         blocks.append(sys.getallocatedblocks())
-    # A leak of one small object a step would show as 200 each time; the interpreter's own caches fill up.
-    assert min(after - before for before, after in itertools.pairwise(blocks)) < 150
+    # A leak of one small object a step would show as 60 each time; the interpreter's own caches fill up.
+    assert min(after - before for before, after in itertools.pairwise(blocks)) < 45
 
 
 def test_evaluation_checkpoints_and_averages_do_not_grow_memory():
@@ -110,7 +112,7 @@ def test_evaluation_checkpoints_and_averages_do_not_grow_memory():
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_a_hundred_initializes_leave_as_much_as_one(level):
+def test_thirty_initializes_leave_as_much_as_one(level):
     def left():
         model, optimizer = made(level=level)
         train(model, optimizer, 2)
@@ -120,7 +122,7 @@ def test_a_hundred_initializes_leave_as_much_as_one(level):
 
     left()
     before = left()
-    for _ in range(98):
+    for _ in range(28):
         left()
     assert left() == before
 

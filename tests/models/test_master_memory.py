@@ -6,6 +6,8 @@ import torch
 
 from ampcompat import amp
 
+pytestmark = pytest.mark.device
+
 
 def master_of(weight):
     model = torch.nn.Linear(4, 4, bias=False)

@@ -15,6 +15,8 @@ from state_tables import MASTERS
 
 from ampcompat import amp
 
+pytestmark = pytest.mark.device
+
 ROW = torch.tensor([1.0, -0.25, 0.0, 3.0])  # exact in both halves
 LATE = 12  # steps made before
 

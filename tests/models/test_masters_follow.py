@@ -8,6 +8,8 @@ from nets import MASTER_LEVELS, Net, batch, made, masters_agree, train
 
 from ampcompat import amp
 
+pytestmark = pytest.mark.device
+
 
 def head_master(model):
     return masters_by_name(model.head)["weight"].value

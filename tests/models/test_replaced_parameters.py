@@ -10,6 +10,8 @@ from torch import nn
 
 from ampcompat import amp
 
+pytestmark = pytest.mark.torch
+
 LEVEL = pytest.mark.parametrize("level", MASTER_LEVELS)
 HALF = {"O2": torch.float16, "O5": torch.bfloat16}
 

@@ -10,6 +10,8 @@ from torch import nn
 
 from ampcompat import amp
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 
 def statistics(model):
     return {name: value.clone() for name, value in model.state_dict().items() if "running" in name}

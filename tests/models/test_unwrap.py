@@ -12,6 +12,8 @@ from torch import nn
 
 from ampcompat import amp
 
+pytestmark = pytest.mark.torch
+
 
 def trained(level, kind=Net):
     model, optimizer = made(kind, level)

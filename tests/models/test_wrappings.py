@@ -13,6 +13,8 @@ from torch.nn.utils import parametrizations, parametrize
 
 from ampcompat import amp
 
+pytestmark = pytest.mark.torch
+
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_model_stays_what_it_was(level):
@@ -338,6 +340,7 @@ def test_float32_weights_in_a_half_model(level):
         assert not any(torch.equal(a, b) for a, b in zip(masters, amp.master_params(optimizer), strict=True))
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("kind", [Net, Tied])
 @pytest.mark.parametrize("ran", [False, True])
 @pytest.mark.parametrize("level", LEVELS)

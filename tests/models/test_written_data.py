@@ -19,6 +19,8 @@ from test_written_weights import STEPS, Run
 from ampcompat import amp
 from ampcompat.amp.half.masters import master_of
 
+pytestmark = pytest.mark.torch
+
 
 def masters_data(run):
     return [param.data for param in amp.master_params(run.optimizer)]
@@ -120,6 +122,7 @@ def trained(level, kept, write, *, takes_anew):
     return run.weights()
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("takes_anew", [False, True])
 @pytest.mark.parametrize("kept", [masters_data, models_data])
 @pytest.mark.parametrize("write", WRITES)
@@ -427,6 +430,7 @@ def group_of_one(tmp_path):
     destroy_process_group()
 
 
+@pytest.mark.cover(2)
 @pytest.mark.on_cpu
 @pytest.mark.parametrize("handed", [itself, alias_of, detached, view_of_alias, rows_of_alias])
 @pytest.mark.parametrize("call", ["broadcast", "all_reduce"])

@@ -165,6 +165,7 @@ IDIOMS += (weight_decay_by_hand, clipping_that_bites_late, clipped_masters, clip
 IDIOMS += (average_put_in_and_out_again, average_put_in_for_good, logged_and_clipped, vectors)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("first", FIRST)
 @pytest.mark.parametrize("write", IDIOMS)
 @pytest.mark.parametrize("level", MASTER_LEVELS)

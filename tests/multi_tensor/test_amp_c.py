@@ -7,6 +7,8 @@ from ampcompat import amp_C
 from ampcompat.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
 from ampcompat.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
+pytestmark = pytest.mark.device
+
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(3, 4), (5,), ()]
 

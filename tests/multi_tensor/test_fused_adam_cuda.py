@@ -5,6 +5,8 @@ import torch
 
 from ampcompat import fused_adam_cuda
 
+pytestmark = pytest.mark.device
+
 NUMBERS = (0.1, 0.9, 0.99, 1e-4, 4.0, 1, 1, 1, 0.1)
 HALVES = [torch.float16, torch.bfloat16]
 

@@ -7,6 +7,8 @@ from ampcompat import amp_C
 from ampcompat.multi_tensor_apply import multi_tensor_applier
 from ampcompat.optimizers import FusedMixedPrecisionLamb
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 
 def flag(value=0):
     return torch.full((1,), value, dtype=torch.int)

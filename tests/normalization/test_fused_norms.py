@@ -8,6 +8,8 @@ from ampcompat import amp
 from ampcompat.normalization import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm
 from ampcompat.normalization.fused_layer_norm import fused_layer_norm, fused_rms_norm, manual_rms_norm
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 HALVES = [torch.float16, torch.bfloat16]
 
 

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from ampcompat import amp
 from ampcompat import fused_layer_norm_cuda as extension
 
+pytestmark = pytest.mark.device
+
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 #: Of gradients that are rounded to a half dtype, as both sides are, in different orders of operations.
 ROUNDING = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float64: 1e-10}
@@ -152,6 +154,7 @@ def filled(layer):
     return layer
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("memory_efficient", [False, True])
 @pytest.mark.parametrize("weights", ["none", "same", "mixed"])
 @pytest.mark.parametrize("rms", [False, True])

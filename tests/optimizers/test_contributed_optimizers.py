@@ -6,9 +6,12 @@ import pickle
 
 import pytest
 import torch
+from params import SHAPES, make_params, same
 
 from ampcompat import amp, fused_adam_cuda, optimizers
 from ampcompat.contrib.optimizers import FusedAdam, FusedLAMB, FusedSGD
+
+pytestmark = pytest.mark.device
 
 HALVES = [torch.float16, torch.bfloat16]
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
@@ -23,23 +26,14 @@ SIGNATURES = {
 }
 
 
-def make_params(dtype=torch.float32):
-    torch.manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in [(4, 3), (4,)]]
-
-
 def make_grads(step, dtype=torch.float32):
     torch.manual_seed(100 + step)
-    return [torch.randn(shape).to(dtype) for shape in [(4, 3), (4,)]]
+    return [torch.randn(shape).to(dtype) for shape in SHAPES]
 
 
 def give(params, grads):
     for p, grad in zip(params, grads, strict=True):
         p.grad = grad
-
-
-def same(first, second):
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("cls", SIGNATURES, ids=lambda cls: cls.__name__)
@@ -77,10 +71,10 @@ def test_adam_is_the_rule_of_the_extension(dtype, corrected, inside):
             p, first, second, grad = row
             numbers = (0.05, 0.8, 0.99, 1e-3, 1.0, step, 0 if inside else 1, int(corrected), 0.1)
             fused_adam_cuda.adam(p, none, first, second, grad, *numbers)
-    same(params, bare)
+    assert same(params, bare)
     assert [optimizer.state[p]["step"] for p in params] == [3, 3]
     for name, moments in (("exp_avg", m), ("exp_avg_sq", v)):
-        same([optimizer.state[p][name] for p in params], moments)
+        assert same([optimizer.state[p][name] for p in params], moments)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -126,8 +120,8 @@ def test_gradients_and_copies_from_outside(dtype, as_generator):
             scale=8.0,
         )
         second.step()
-    same(params, reference)
-    same(outputs, [p.to(dtype) for p in params])
+    assert same(params, reference)
+    assert same(outputs, [p.to(dtype) for p in params])
 
 
 def test_a_list_for_each_group():
@@ -138,7 +132,7 @@ def test_a_list_for_each_group():
     first.step(grads=[[grads[0]], [grads[1]]])
     give(reference, grads)
     second.step()
-    same(params, reference)
+    assert same(params, reference)
 
 
 @pytest.mark.parametrize("make", [FusedAdam, lambda params: FusedSGD(params, lr=0.1)], ids=["FusedAdam", "FusedSGD"])
@@ -153,7 +147,7 @@ def test_lists_that_do_not_match_are_refused_before_anything_changes(make):
     sparse = torch.zeros(4, device="cpu").to_sparse()  # its device does not matter
     with pytest.raises(RuntimeError, match="does not support sparse gradients"):
         optimizer.step(grads=[[grads[0]], [sparse]])
-    same(params, before)
+    assert same(params, before)
     assert not optimizer.state
 
 
@@ -186,7 +180,7 @@ def test_params_that_begin_later_have_counts_of_their_own():
         for p, grad, optimizer in zip(reference, grads, second, strict=True):
             p.grad = grad
             optimizer.step()
-    same(params, reference)
+    assert same(params, reference)
     assert [first.state[p]["step"] for p in params] == [3, 2]
 
 
@@ -219,8 +213,8 @@ def test_copies_and_checkpoints_go_on_alike(copied):
             give(owner, make_grads(step))
         for one in (optimizer, twin, loaded):
             one.step()
-    same(params, twins)
-    same(params, loaded_params)
+    assert same(params, twins)
+    assert same(params, loaded_params)
 
 
 class TestSgd:
@@ -238,7 +232,7 @@ class TestSgd:
             second.step()
         for p, q in zip(params, reference, strict=True):
             torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)  # other order of operations
-        same(outputs, [p.to(dtype) for p in params])
+        assert same(outputs, [p.to(dtype) for p in params])
 
     def test_without_them_it_is_the_other_fused_sgd(self):
         params, reference = make_params(), make_params()
@@ -249,7 +243,7 @@ class TestSgd:
             give(reference, make_grads(step))
             first.step()
             second.step()
-        same(params, reference)
+        assert same(params, reference)
 
 
 class TestLamb:
@@ -261,7 +255,7 @@ class TestLamb:
         for owner, optimizer in ((params, first), (reference, second), (without, third)):
             give(owner, make_grads(0))
             optimizer.step()
-        same(params, reference)
+        assert same(params, reference)
         assert not torch.equal(params[0], without[0])
 
 

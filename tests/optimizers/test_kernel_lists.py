@@ -8,6 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampcompat import _torch, amp, optimizers
 from ampcompat.parallel.LARC import LARC
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 OPTIMIZERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
@@ -109,6 +111,7 @@ def test_the_check_would_notice():
 
 
 class TestTrainingNeverMixesLists:
+    @pytest.mark.cover(1)
     @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
     @pytest.mark.parametrize("level", LEVELS)
     def test_two_blocks_a_step_with_overflows_and_a_param_in_bfloat16(self, level, make):

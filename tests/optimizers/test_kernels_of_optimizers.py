@@ -9,6 +9,8 @@ import torch
 from ampcompat import amp, amp_C, optimizers
 from ampcompat.contrib import optimizers as contributed
 
+pytestmark = pytest.mark.device
+
 CARRIED = {
     optimizers.FusedAdam: {
         "multi_tensor_adam": "multi_tensor_adam",

@@ -6,26 +6,14 @@ import io
 
 import pytest
 import torch
+from params import fill_grads, make_params, same
 
 from ampcompat.optimizers import FusedLAMB, FusedMixedPrecisionLamb
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 HALF = [torch.float16, torch.bfloat16]
 halves = pytest.mark.parametrize("dtype", HALF, ids=str)
-
-
-def make_params(dtype, seed=0):
-    torch.manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in [(4, 3), (4,)]]
-
-
-def fill_grads(params, step, factor=1.0):
-    torch.manual_seed(50 + step)
-    for p in params:
-        p.grad = (torch.randn(p.shape) * factor).to(p.dtype)
-
-
-def same(first, second):
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_signatures_are_apexs():

@@ -14,6 +14,8 @@ from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from ampcompat import amp
 from ampcompat.parallel import LARC
 
+pytestmark = pytest.mark.torch
+
 SGD = {"lr": 0.05, "momentum": 0.9}
 
 

@@ -8,6 +8,8 @@ from ampcompat import _torch
 from ampcompat.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
 from ampcompat.parallel.LARC import LARC
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 MAKERS = {
     "FusedAdam": lambda params: FusedAdam(params, weight_decay=0.1, max_grad_norm=1.0),
     "FusedSGD": lambda params: FusedSGD(params, lr=0.1, momentum=0.9, weight_decay=0.1, wd_after_momentum=True),

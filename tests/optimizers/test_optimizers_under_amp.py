@@ -11,6 +11,8 @@ from ampcompat import amp
 from ampcompat.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
 from ampcompat.parallel.LARC import LARC
 
+pytestmark = pytest.mark.torch
+
 MAKERS = {
     "FusedAdam": lambda params: FusedAdam(params, lr=0.02, weight_decay=0.01),
     "FusedSGD": lambda params: FusedSGD(params, lr=0.02, momentum=0.9, weight_decay=0.001),

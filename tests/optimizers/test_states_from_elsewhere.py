@@ -186,6 +186,7 @@ def test_what_was_converted_is_saved_as_our_own(target, source):
     assert {frozenset(state) for state in saved["state"].values()} == {frozenset(s) for s in own["state"].values()}
 
 
+@pytest.mark.rotate(4)
 @pytest.mark.parametrize(("target", "source"), [(t, s) for t, s in PAIRS if s not in CONTINUED[t]])
 def test_the_rest_is_refused_by_both_names_before_anything_changes(target, source):
     theirs, _ = trained(SOURCES[source])
@@ -202,6 +203,7 @@ def test_the_rest_is_refused_by_both_names_before_anything_changes(target, sourc
     train(optimizer, params, [STEPS])
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("source", SOURCES)
 def test_no_state_yet_is_read_as_state_is(target, source):
@@ -228,6 +230,7 @@ OF_TORCH = [name for name in SOURCES if name.startswith("torch")]
 OURS = [name for name in TARGETS if not name.startswith("LARC")]
 
 
+@pytest.mark.rotate(3)
 @pytest.mark.parametrize("torchs", OF_TORCH)
 @pytest.mark.parametrize("ours", OURS)
 def test_torch_continues_our_state_or_raises(torchs, ours):

@@ -11,6 +11,8 @@ from amp_training import make_step
 from ampcompat import _torch, amp
 from ampcompat.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 MAKERS = {
     "FusedAdam": FusedAdam,
     "FusedAdam capturable": lambda params: FusedAdam(params, capturable=True),

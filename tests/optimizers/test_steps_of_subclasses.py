@@ -2,21 +2,11 @@
 
 import pytest
 import torch
+from params import fill_grads, make_params
 
 from ampcompat import amp_C
 from ampcompat.multi_tensor_apply import multi_tensor_applier
 from ampcompat.optimizers import FusedAdam, FusedSGD
-
-
-def make_params(dtype=torch.float32):
-    torch.manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in [(4, 3), (4,)]]
-
-
-def fill_grads(params, step, scale=1.0):
-    torch.manual_seed(50 + step)
-    for p in params:
-        p.grad = (torch.randn(p.shape) * scale).to(p.dtype)
 
 
 class ByHand(FusedSGD):

@@ -14,6 +14,8 @@ from ampcompat import _torch
 from ampcompat.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from ampcompat.parallel.LARC import LARC
 
+pytestmark = pytest.mark.device
+
 CASES = [
     (FusedAdam, scalar_rules.adam, {}),
     (FusedAdam, scalar_rules.adam, {"weight_decay": 0.1}),
@@ -159,6 +161,7 @@ def test_agrees_with_the_scalar_rule(cls, rule, options, dtype):
         assert all(value.dtype == stored_in(cls, name, dtype) for name, value in state.items())
 
 
+@pytest.mark.rotate(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("cls", "rule", "options"), CASES, ids=IDS)
 def test_half_params_round_where_apexs_kernels_did(cls, rule, options, dtype):

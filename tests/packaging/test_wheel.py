@@ -20,7 +20,8 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
     folder = tmp_path_factory.mktemp("wheel")
     # Without isolation pip asks no index for hatchling.
     done = run_python(
-        ["-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, ROOT], timeout=300
+        ["-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, ROOT],
+        fresh=True,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     (file,) = folder.glob("*.whl")

@@ -15,6 +15,8 @@ from two_processes import run_on_two_processes
 from ampcompat import amp
 from ampcompat.parallel import DistributedDataParallel
 
+pytestmark = pytest.mark.torch
+
 MODES = ({"delay_allreduce": True}, {"delay_allreduce": False}, {"message_size": 1})
 
 

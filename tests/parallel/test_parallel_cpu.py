@@ -18,6 +18,8 @@ from ampcompat.parallel import (
 )
 from ampcompat.parallel.multiproc import launch_arguments
 
+pytestmark = pytest.mark.torch
+
 
 def model():
     torch.manual_seed(0)

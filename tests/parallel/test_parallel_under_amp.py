@@ -17,6 +17,8 @@ from ampcompat.optimizers import FusedAdam
 from ampcompat.parallel import LARC, DistributedDataParallel, ReduceOp, Reducer, SyncBatchNorm, convert_syncbn_model
 from ampcompat.parallel.distributed import flat_dist_call
 
+pytestmark = pytest.mark.torch
+
 ROOT = Path(__file__).parents[2]
 LEVELS = ("O0", "O1", "O2", "O3")
 

@@ -28,7 +28,7 @@ def _run(rank, port, checks):
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=2,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(minutes=10),
     )
     try:
         for check in checks:

@@ -6,6 +6,8 @@ from o1_casts import casts_on
 from op_calls import CALLS, PAIRS, probe
 from op_rows import ROWS
 
+pytestmark = pytest.mark.torch
+
 
 def test_rows_and_calls_are_the_same_189():
     assert set(ROWS) == set(CALLS)

@@ -6,6 +6,8 @@ from op_calls import PAIRS, probe
 from op_rows import NOT_FAKE, ROWS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+pytestmark = pytest.mark.torch
+
 
 def test_the_exceptions_are_recorded_rows():
     assert set(ROWS) > NOT_FAKE

@@ -8,6 +8,8 @@ from replay_training import NOISE, RECORDED, norm_differences, off_by, run
 
 from ampcompat import amp
 
+pytestmark = pytest.mark.torch
+
 KEYS = [scenarios.key(name, kwargs) for name, kwargs in scenarios.RUNS]
 
 #: Half arithmetic of another CPU rounds differently, and masters start here from the float32 weights.

@@ -16,6 +16,8 @@ from ampcompat.amp import disable_casts, initialize, register_float_function, sc
 
 #: torch's compiler trips over deprecations of its own.
 pytestmark = [
+    pytest.mark.device,
+    pytest.mark.torch,
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
 ]
@@ -178,6 +180,7 @@ class Generating(nn.Module):
         return self.head(self.generator(x))
 
 
+@pytest.mark.rotate(3)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
 def test_a_part_that_was_initialized_too(level):
     """A half model computes with half outputs of its part; code outside of models gets float32 ones."""

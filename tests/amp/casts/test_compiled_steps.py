@@ -9,6 +9,8 @@ from seeded import seeded
 
 from ampcompat import _torch, amp
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 LEVELS = ["O0", "O1", "O2", "O3"]
 
 
@@ -43,6 +45,7 @@ def weights(optimizer):
     return [p.detach().clone() for p in amp.master_params(optimizer)]
 
 
+@pytest.mark.rotate(2)
 @pytest.mark.parametrize("level", LEVELS)
 def test_steps_with_a_compiled_loss_are_the_eager_ones(plain, level):
     """Forward and loss are one graph; ``backward()`` is a graph break of torch's own."""

@@ -11,6 +11,8 @@ from torch import nn
 
 from ampcompat import amp
 
+pytestmark = pytest.mark.torch
+
 
 def data():
     torch.manual_seed(0)

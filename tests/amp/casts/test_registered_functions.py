@@ -12,6 +12,8 @@ from torch import nn
 
 from ampcompat import amp
 
+pytestmark = pytest.mark.torch
+
 HALF, FLOAT, DOUBLE = torch.float16, torch.float32, torch.float64
 Pair = collections.namedtuple("Pair", "left right")
 

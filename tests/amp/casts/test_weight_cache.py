@@ -7,6 +7,8 @@ from torch import nn
 from ampcompat import _torch
 from ampcompat.amp import initialize, scale_loss
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 
 def trained(steps=3, seed=0, **kw):
     torch.manual_seed(seed)

@@ -20,6 +20,8 @@ from ampcompat.amp import _amp_state, disable_casts, init, initialize, scale_los
 from ampcompat.amp.casts import ambience
 from ampcompat.amp.casts.contexts import casts_off
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 HALF, FLOAT = torch.float16, torch.float32
 
 

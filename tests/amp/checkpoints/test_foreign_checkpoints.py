@@ -10,6 +10,8 @@ from torch import nn
 
 from ampcompat import amp
 
+pytestmark = pytest.mark.torch
+
 DATA = Path(__file__).parents[2] / "data"
 
 

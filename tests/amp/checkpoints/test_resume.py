@@ -13,6 +13,8 @@ from runs import LEVELS, LOADS, OPTIMIZERS, ORDERS, Net, Run, resumed, same
 
 from ampcompat import amp
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 
 @functools.cache
 def interrupted_after_three_steps(level, optimizer):
@@ -25,7 +27,7 @@ def interrupted_after_three_steps(level, optimizer):
     return saved, run.facts()
 
 
-@pytest.mark.cover(2)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("order", ORDERS, ids=[" ".join(name[0] for name in order) for order in ORDERS])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("level", LEVELS)

@@ -92,6 +92,7 @@ def fails_and_is_repaired(monkeypatch, place, model, sgd, **options):
     return broke
 
 
+@pytest.mark.rotate(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_failure_half_way_is_repaired_by_the_same_call(level, place, monkeypatch):
@@ -108,6 +109,7 @@ def test_a_failure_half_way_is_repaired_by_the_same_call(level, place, monkeypat
     assert got[1] == want[1]
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("first", ["O1", "O2"])

@@ -476,6 +476,7 @@ def test_refused_before_anything_was_initialized(name, capsys, torch_state):
     assert not is_anything_initialized()
 
 
+@pytest.mark.rotate(3)
 @pytest.mark.parametrize("name", [name for name in (*BEFORE, *AFTER) if name != "block before initialize"])
 @pytest.mark.on_cpu
 def test_refused_beside_a_running_model(name, capsys, torch_state):

@@ -9,6 +9,8 @@ from internals import float32_masters, overflow_flags, skipped_as_far_as_known
 
 from ampcompat import amp
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 INF = float("inf")
 MAKERS = {
     "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),

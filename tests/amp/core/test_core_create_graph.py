@@ -9,7 +9,7 @@ from torch import nn
 from ampcompat import amp
 
 # torch's own advice about reference cycles; these tests clear the gradients.
-pytestmark = pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:Using backward:UserWarning")]
 
 LEVELS = [("O0", 128.0), ("O1", 128.0), ("O2", 128.0), ("O2", 1.0), ("O3", 128.0), ("O0", "dynamic")]
 

@@ -9,6 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampcompat import amp
 
+pytestmark = pytest.mark.torch
+
 
 @pytest.fixture(autouse=True)
 def process_group(tmp_path):

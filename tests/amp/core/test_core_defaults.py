@@ -9,6 +9,8 @@ from seeded import seeded
 from ampcompat import amp
 from ampcompat.optimizers import FusedAdam, FusedLAMB
 
+pytestmark = pytest.mark.device
+
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 DTYPES = [torch.float64, torch.bfloat16, torch.float16]
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": FusedAdam, "lamb": FusedLAMB}

@@ -10,6 +10,8 @@ from ampcompat.amp.observers import observing
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.scaling.adapter import Adapter, use
 
+pytestmark = pytest.mark.device
+
 INF = float("inf")
 
 

@@ -7,6 +7,8 @@ from core_kit import assert_tied, backward, loss_of, masters, same, sgd, start, 
 
 from ampcompat import amp
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 
 def grads(optimizer):
     return [None if p.grad is None else p.grad.clone() for p in amp.master_params(optimizer)]

@@ -8,6 +8,8 @@ from torch.utils.weak import TensorWeakRef
 
 from ampcompat import _torch, amp
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 
 def gradients(optimizer):
     return [param.grad for param in amp.master_params(optimizer) if param.grad is not None]

@@ -10,6 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampcompat import _torch, amp
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 INF = float("inf")
 SAID = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to {}\n"
 

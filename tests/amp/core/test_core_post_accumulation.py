@@ -12,6 +12,8 @@ from internals import float32_masters
 from ampcompat import amp, amp_C, apex_C
 from ampcompat.amp.scaler import LossScaler
 
+pytestmark = pytest.mark.device
+
 INF = float("inf")
 
 

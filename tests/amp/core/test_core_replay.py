@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_iter
 
 from ampcompat import _torch, amp, optimizers
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 INF = float("inf")
 MAKERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),

@@ -8,6 +8,8 @@ from internals import scaler_of
 
 from ampcompat import amp
 
+pytestmark = pytest.mark.device
+
 INF = float("inf")
 OVERFLOW = "Gradient overflow.  Skipping step, loss scaler {} reducing loss scale to {}\n"
 

@@ -16,6 +16,8 @@ from ampcompat import amp
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.scaling.loss_scale import FLOOR, MovingScale
 
+pytestmark = pytest.mark.device
+
 CPU = torch.device("cpu")
 
 

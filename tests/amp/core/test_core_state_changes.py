@@ -10,6 +10,8 @@ from state_tables import STATE_CHANGES
 
 from ampcompat import amp
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 WARM = 12  # steps after which masters are compared by value no more
 
 

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import amp
 
+pytestmark = pytest.mark.device
+
 #: Where a run may be: before its first block, after a step, after a block, or after a delayed one.
 STATES = ["new", "step made", "step skipped", "block ended", "block delayed"]
 FIRST, SECOND, INF = 0.25, 0.125, float("inf")

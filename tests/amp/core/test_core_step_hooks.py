@@ -11,6 +11,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ampcompat import amp
 
+pytestmark = pytest.mark.torch
+
 LEVELS = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
 MAKERS = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=5.0),

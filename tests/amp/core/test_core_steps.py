@@ -11,6 +11,8 @@ from torch.optim import lr_scheduler
 
 from ampcompat import amp
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 INF = float("inf")
 SAID = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
 SCHEDULERS = {

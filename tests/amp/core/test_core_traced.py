@@ -10,7 +10,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ampcompat import amp
 
 LEVELS = ["O0", "O1", "O2", "O3", "O5"]
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning"),
+]
 
 
 def start(level):
@@ -39,6 +42,7 @@ BEFORE = {
 }
 
 
+@pytest.mark.rotate(2)
 @pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_model_is_traced_at_any_time(level, before):

@@ -12,6 +12,8 @@ from counting import Counter, peak_bytes
 from ampcompat import amp
 from ampcompat._torch import chunks
 
+pytestmark = pytest.mark.torch
+
 
 class Idle(torch.optim.Optimizer):
     """Holds parameters and does not step them: what is counted is amp's."""

@@ -34,7 +34,7 @@ print(page_faults(step))
 def faults(first):
     """Page faults of a step in a process as a user has it, which begins with ``first``."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    done = run_python(["-c", TRAIN.format(first=first)], env={**env, "PYTHONPATH": PATH_WITH_TESTS})
+    done = run_python(["-c", TRAIN.format(first=first)], env={**env, "PYTHONPATH": PATH_WITH_TESTS}, fresh=True)
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 

@@ -11,6 +11,8 @@ from torch import nn
 
 from ampcompat import amp
 
+pytestmark = pytest.mark.device
+
 INF = float("inf")
 
 

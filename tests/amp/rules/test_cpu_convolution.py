@@ -10,7 +10,7 @@ from internals import reset
 from ampcompat import _torch
 from ampcompat.amp.casts import cpu_convolution
 
-pytestmark = pytest.mark.on_cpu
+pytestmark = [pytest.mark.torch, pytest.mark.on_cpu]
 
 HALVES = [torch.float16, torch.bfloat16]
 LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}

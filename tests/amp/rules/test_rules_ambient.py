@@ -10,6 +10,8 @@ from torch import nn
 
 from ampcompat import amp
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 
 def initialize(net, level="O1", **keywords):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

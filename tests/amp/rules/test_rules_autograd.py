@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from o1_casts import casts_on, engine_without_casts
 from seeded import seeded
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 HALF, FLOAT = torch.float16, torch.float32
 
 

@@ -9,8 +9,12 @@ from torch import nn
 from ampcompat import _torch
 from ampcompat.amp.casts import installation
 
-# dynamo itself instantiates autograd Functions
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.torch,
+    # dynamo itself instantiates autograd Functions
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
 
 CAN_COMPILE_BACKWARD_WITHOUT_CASTS = _torch.setting("torch._functorch.config", "backward_pass_autocast") is not None
 

@@ -15,6 +15,8 @@ from seeded import seeded
 
 from ampcompat.amp.casts.rules import SHIPPED, Rule
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 # Far below 1, where squares vanish in half; far above, where they overflow.
 MAGNITUDES = [1e-4, 1e-2, 1.0, 100.0, 3e4]
 SHAPES = [(4, 8), (3, 16, 5), (2, 64, 4, 4)]

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from python_process import run_python
 
+pytestmark = pytest.mark.torch
+
 #: Prints the dtype of a compiled loss, and how often its graph was found in the cache.
 PROGRAM = """
 import sys
@@ -29,7 +31,7 @@ DTYPE = {"plain": "torch.float16", "rules": "torch.float32"}
 def hits(kind, directory):
     """How often a process with the rules, or a plain one, found its graph in the cache of ``directory``."""
     paths = {"TORCHINDUCTOR_CACHE_DIR": str(directory), "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = run_python(["-W", "ignore", "-c", PROGRAM, kind], env={**os.environ, **paths})
+    done = run_python(["-W", "ignore", "-c", PROGRAM, kind], env={**os.environ, **paths}, fresh=True)
     assert done.returncode == 0, done.stderr
     dtype, found = done.stdout.split()
     assert dtype == DTYPE[kind]

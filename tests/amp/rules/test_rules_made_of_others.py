@@ -9,6 +9,8 @@ from torch.nn.utils import parametrizations, weight_norm
 
 from ampcompat.amp import initialize
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 HALF, FLOAT = torch.float16, torch.float32
 
 
@@ -18,6 +20,7 @@ def casts():
     return lambda level="O1": initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("level", ["O1", "O4"])
 @pytest.mark.parametrize("dtype", [HALF, torch.bfloat16, FLOAT])
 @pytest.mark.parametrize("dim", [0, 1, None])

@@ -6,6 +6,8 @@ from o1_casts import casts_on
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 HALF, FLOAT = torch.float16, torch.float32
 # A net of a few layers in half against float32: half has 11 bits, and the outputs here are of order 1.
 CLOSE = {"atol": 5e-3, "rtol": 1e-2}

@@ -8,6 +8,8 @@ from internals import device_types_with_rules, reset
 from ampcompat import _torch
 from ampcompat.amp.casts import installation, rules
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 
 def registrations():
     """What is registered for autocast, and its kernels' sources, by op."""

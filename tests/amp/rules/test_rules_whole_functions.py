@@ -12,6 +12,8 @@ from torch.nn.functional import interpolate as early_interpolate
 from torch.nn.functional import local_response_norm as early_lrn
 from torch.nn.functional import normalize as early_normalize
 
+pytestmark = [pytest.mark.device, pytest.mark.torch]
+
 HALF, FLOAT = torch.float16, torch.float32
 
 

@@ -54,6 +54,7 @@ def test_a_comparison_from_end_to_end(tmp_path, capsys):
     assert numbers.pop().endswith("['--rtol', '9']")
 
 
+@pytest.mark.rotate(5)
 def test_a_script_that_is_not_repeatable_is_no_failure_of_a_level(capsys):
     """Its runs differ before any step was made, at O0 too."""
     line = ["parity", "--opt-level=O1", "--steps", "2", "--rtol", "0", "--atol", "0", SCRIPT, "seeds from the clock"]
@@ -68,6 +69,7 @@ def test_a_script_that_is_not_repeatable_is_no_failure_of_a_level(capsys):
     assert first != again
 
 
+@pytest.mark.rotate(3)
 def test_a_script_of_torchrun_is_told_its_variables_and_runs_with_them(monkeypatch, capsys):
     line = ["parity", "--opt-level=O0", "--steps", "2", SCRIPT, "needs torchrun"]
     assert main(line) == 1

@@ -108,6 +108,7 @@ def test_the_log_has_the_traceback_of_a_crash(quick_runs):
     assert "ampcompat/tools/" not in log
 
 
+@pytest.mark.rotate(3)
 def test_an_interrupt_keeps_the_recorded_steps(tmp_path, monkeypatch):
     """The script's process ends."""
 
@@ -126,6 +127,7 @@ def test_an_interrupt_keeps_the_recorded_steps(tmp_path, monkeypatch):
     assert run.message.startswith("interrupted after")
 
 
+@pytest.mark.rotate(3)
 @pytest.mark.parametrize("word", ["-m", pytest.param("-c", marks=pytest.mark.slow)])
 def test_a_module_or_code_in_the_place_of_a_script(tmp_path, monkeypatch, word):
     source = """
@@ -146,6 +148,7 @@ assert sys.argv[1:] == ["--steps", "9"], sys.argv
     assert (run.ending, len(run.steps)) == ("ended", 2), Path(run.log).read_text()
 
 
+@pytest.mark.rotate(3)
 def test_a_run_of_the_reference_skips_what_it_is_told(tmp_path):
     """Its log does not take the place of that of the run without."""
     run = run_level(Level("O0"), Options([SCRIPT, "well"], 3, timeout=100), tmp_path, skips=(1, 3))

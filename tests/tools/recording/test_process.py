@@ -9,6 +9,8 @@ import pytest
 
 from ampcompat.tools.recording import process
 
+pytestmark = pytest.mark.torch
+
 WRITE = "import sys, subprocess, time\njournal = open(sys.argv[1], 'a', buffering=1)\n"
 
 

@@ -6,6 +6,8 @@ from ampcompat import amp
 from ampcompat.amp.observers import observing
 from ampcompat.tools.recording.recorder import Recorder
 
+pytestmark = pytest.mark.torch
+
 
 def make(level, kind=torch.optim.SGD, model=None, **kwargs):
     torch.manual_seed(0)

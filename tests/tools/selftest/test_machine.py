@@ -157,6 +157,7 @@ def test_without_a_failure_the_status_is_0(monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "1 passed, in 0 s"
 
 
+@pytest.mark.rotate(3)
 def test_ctrl_c_ends_it_with_one_line(tmp_path):
     """Signals of a terminal reach every process of the group: none but this one is there to say anything."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
