@@ -3,6 +3,7 @@
 import checks
 import dcp_checks
 import ddp_checks
+import native_checks
 import sharded_checks
 import zero_checks
 
@@ -10,6 +11,7 @@ CHECKS = [
     *checks.CHECKS,
     *zero_checks.CHECKS,
     *ddp_checks.CHECKS,
+    *native_checks.CHECKS,
     *sharded_checks.CHECKS,
     *dcp_checks.CHECKS,
 ]

@@ -160,8 +160,8 @@ FALSE = {
         "for another level": trained('"O2"', f'if opt_level != "O2":\n    {CLIP}', before='opt_level = "O2"\n'),
         "in a run without amp": START
         + INIT.format('"O2"')
-        + "def step(loss):\n    if fp:\n        with amp.scale_loss(loss, opt) as scaled:\n            scaled.backward()\n"
-        + f"        return\n    loss.backward()\n    {CLIP}",
+        + f"def step(loss):\n    if fp:\n{textwrap.indent(BLOCK, ' ' * 8)}        return\n"
+        + f"    loss.backward()\n    {CLIP}",
         "of a model that amp never got": trained(
             '"O2"',
             "critic(x).sum().backward()\n" + CLIP.replace("model", "critic"),

@@ -214,7 +214,7 @@ def test_a_comment_ignores_its_line(comment, left):
 
 
 def test_findings_one_a_line(tmp_path, capsys, monkeypatch):
-    """Each as ``path:line:col: name verdict: message``, by the path from the working directory; what works is counted."""
+    """Each as ``path:line:col: name verdict: message``, by the path from where it runs; what works is counted."""
     (tmp_path / "repo").mkdir()
     (tmp_path / "repo" / "x.py").write_text(TRAP)
     (tmp_path / "repo" / "y.py").write_text("x = (\n")
