@@ -80,14 +80,14 @@ class LossScaler:
         self._scale_seq_len = 2000
         self._unskipped = 0
         self._has_overflow = False
-        self._pending = False  # whether a block overflowed whose transition was put off
+        self._pending = False  # whether a block overflowed that has left its transition to the next one
 
     def loss_scale(self) -> float:
         """Return the scale."""
         return self._loss_scale
 
     def update(self, has_overflow: bool) -> None:
-        """Count a block, and those that were put off before it, and move the scale."""
+        """Count a block, and those that have left it to this one, and move the scale."""
         self._has_overflow = has_overflow
         if has_overflow or self._pending:
             self._loss_scale = self.backed_off()
@@ -99,7 +99,7 @@ class LossScaler:
             self._loss_scale = min(self._loss_scale * 2, self._max_loss_scale)
             self._unskipped = 0
 
-    def put_off(self, has_overflow: bool) -> None:
+    def leave_to_next(self, has_overflow: bool) -> None:
         """Leave a block to the next one, which counts both."""
         self._has_overflow = has_overflow
         self._pending = self._pending or has_overflow
@@ -233,8 +233,9 @@ def _warn_outside_of_autocast(part: Any, args: Any) -> None:
     """Warn once where something else than the forward of a model calls a part of it, which then runs in float32."""
     if torch.compiler.is_compiling() or _amp_state.running_forwards or _amp_state.warned or not _amp_state.casts:
         return
-    device_type, dtype = _amp_state.device_type, _amp_state.opt_properties.cast_model_type
-    if dtype is None or not _amp_state.opt_properties.enabled or torch.is_autocast_enabled(device_type):
+    device_type, properties = _amp_state.device_type, _amp_state.opt_properties
+    casts = properties is not None and properties.enabled and properties.cast_model_type is not None
+    if not casts or torch.is_autocast_enabled(device_type):
         return
     _amp_state.warned = True
     caller = sys._getframe(1)
@@ -242,7 +243,8 @@ def _warn_outside_of_autocast(part: Any, args: Any) -> None:
         caller = caller.f_back
     message = (
         f"{type(part).__name__} runs in float32 here: only the forward of a model is under autocast. Call this, or the"
-        f" method that it stands in, under torch.autocast({device_type!r}, {dtype}), and use .float() of the result."
+        f" method that it stands in, under torch.autocast({device_type!r}, {properties.cast_model_type}), and use"
+        " .float() of the result."
     )
     warnings.warn_explicit(message, UserWarning, caller.f_code.co_filename, caller.f_lineno)
 
@@ -451,7 +453,7 @@ def _unscale(block: _Block) -> None:
 
 
 def _count(block: _Block, has_overflow: bool, moves_scale: bool) -> None:
-    """Move the scale after a block, or put that off, and note an overflow with the optimizers that hold its gradients.
+    """Move the scale, or leave that to the next block; note an overflow with the optimizers that hold the gradients.
 
     Scales of blocks that have left gradients to this one are moved, too: whose overflow it is, no process knows.
     """
@@ -463,7 +465,7 @@ def _count(block: _Block, has_overflow: bool, moves_scale: bool) -> None:
         if moves_scale:
             scaler.update(has_overflow)
         else:
-            scaler.put_off(has_overflow)
+            scaler.leave_to_next(has_overflow)
     if not has_overflow:
         return
     for optimizer in _amp_state.optimizers:
@@ -477,9 +479,8 @@ def _is_unaveraged(params: dict[Any, None], has_failed: bool) -> bool:
     Scales stay equal in all processes, since they move with gradients that all of them have.
     """
     for wrapper in _amp_state.wrappers:
-        if (has_failed or not wrapper.require_backward_grad_sync) and not params.keys().isdisjoint(
-            wrapper.parameters()
-        ):
+        is_averaged = wrapper.require_backward_grad_sync and not has_failed
+        if not is_averaged and not params.keys().isdisjoint(wrapper.parameters()):
             return True
     return False
 

@@ -310,6 +310,14 @@ def test_a_model_that_leaves_amp_is_not_named(amp):
     assert caught(lambda: model.loss(X)) == []
 
 
+def test_a_model_that_is_loaded_where_amp_is_not_initialized_is_not_named(amp, monkeypatch):
+    model, _ = start(amp, Net())
+    saved = pickle.dumps(model)
+    copy_of_file(monkeypatch)
+    loaded = pickle.loads(saved)
+    assert caught(lambda: loaded.loss(X)) == []
+
+
 class Registered(nn.Linear):
     names = []
 
