@@ -21,7 +21,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add ``check`` to the command line."""
     parser = subparsers.add_parser(
         "check",
-        help="list what a repository uses of apex, and mistakes in mixed precision",
+        help="list what of apex does not work in a repository, and mistakes in mixed precision",
         description="List what a repository uses of apex and does not work here, and mistakes that go wrong in mixed"
         " precision. Nothing that is read is run.",
         epilog=EXIT,

@@ -14,7 +14,7 @@ from ampcompat.tools.check.source import Source, argument
 #: Parts of names by which a file may scale losses in another way than by a ``with`` statement.
 OTHER_SCALING = ("scale_loss", "loss_scaler", "_amp_backward", "unscale", "FP16_Optimizer", "GradScaler")
 NO_BLOCK = (
-    "without a scale_loss block the loss is not scaled, and masters get no gradients; write"
+    "without a scale_loss block the loss is not scaled, and with masters nothing is trained; write"
     " `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
 )
 
