@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,19 +35,19 @@ class Home(NamedTuple):
         return [self.folder] if self.own_folder in (None, self.folder) else [self.folder, self.own_folder]
 
 
-def homes(wanting: Mapping[Path, Path], codes: Mapping[Path, str]) -> dict[Path, Home]:
+def homes(wanting: Collection[Path], codes: Mapping[Path, str]) -> dict[Path, Home]:
     """The copy of ``native_amp.py`` that each file imports.
 
     Scripts share the copy of a package that they import. Packages of one folder share one in that folder: their state
     is one. So do modules that are imported as those of a package without ``__init__.py``.
 
     Args:
-        wanting: The files that import it, and the folder that is migrated.
+        wanting: The files that import it.
         codes: The sources of the tree.
     """
     imports = {path: _imports(code) for path, code in codes.items()} if wanting else {}
-    dotted = _files_imported(imports.values())
-    namespaces = {path: _namespace_package(path, root, dotted, imports) for path, root in wanting.items()}
+    roots = _import_roots(imports)
+    namespaces = {path: _namespace_package(path, roots, imports) for path in wanting}
     tops = {path: namespace or _top_package(path, imports) for path, namespace in namespaces.items()}
     there = [path.parent for path in codes if path.name == f"{NAME}.py" and (path.parent / "__init__.py").exists()]
     packages: defaultdict[Path, set[Path]] = defaultdict(set)
@@ -68,33 +68,41 @@ def homes(wanting: Mapping[Path, Path], codes: Mapping[Path, str]) -> dict[Path,
     return found
 
 
-def _files_imported(imports: Iterable[Sequence[Import]]) -> set[str]:
-    """What a tree imports by dotted names, as the path of a file: ``pkg/util.py`` for ``pkg.util``."""
-    names: set[str] = set()
-    for found in imports:
-        for one in found:
-            if one.dots == 0:
-                names |= {one.module, f"{one.module}.{one.name}"}
-    return {f"{name.strip('.').replace('.', '/')}.py" for name in names if "." in name.strip(".")}
+def _import_roots(imports: Mapping[Path, Sequence[Import]]) -> dict[Path, set[Path]]:
+    """For each folder, from where its modules are imported by dotted names: the folder of ``p`` for ``p.q.module``.
+
+    That is the folder of the file that imports, or one above it.
+    """
+    modules = {path.parent if path.name == "__init__.py" else path.with_suffix(""): path.parent for path in imports}
+    names = {module.name for module in modules}
+    found: dict[Path, set[Path]] = {}
+    for importing, all_of_file in imports.items():
+        absolute = [one for one in all_of_file if one.dots == 0]
+        dotted = {name.strip(".") for one in absolute for name in (one.module, f"{one.module}.{one.name}")}
+        for name in dotted:
+            first, _, last = name.rpartition(".")
+            if not first or last not in names:
+                continue
+            for folder in importing.parents:
+                module = folder.joinpath(*name.split("."))
+                if module in modules:
+                    found.setdefault(modules[module], set()).add(folder)
+                    break
+    return found
 
 
 def _namespace_package(
-    path: Path, root: Path, dotted: Iterable[str], imports: Mapping[Path, Sequence[Import]]
+    path: Path, roots: Mapping[Path, Iterable[Path]], imports: Mapping[Path, Sequence[Import]]
 ) -> Path | None:
-    """The folder within ``root`` that is imported as a package without ``__init__.py`` and that a module is a part of.
+    """The package without ``__init__.py`` that a module is imported as a part of.
 
-    A file there that nothing imports is a script of its own.
+    A file that nothing imports is a script of its own. Of several packages around a module the innermost counts.
     """
     if not _is_mentioned(path, imports):
         return None
-    for folder in path.parents:
-        if folder == root or root not in folder.parents:
-            return None
-        is_beside = any(
-            file.startswith(f"{folder.name}/") and (folder.parent / file).parent == path.parent for file in dotted
-        )
-        if is_beside and not (folder / "__init__.py").exists():
-            return folder
+    for root in sorted(roots.get(path.parent, ()), key=lambda root: -len(root.parts)):
+        package = root / path.relative_to(root).parts[0]
+        return None if (package / "__init__.py").exists() else package
     return None
 
 

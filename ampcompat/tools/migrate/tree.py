@@ -40,8 +40,7 @@ def migrate_paths(paths: Sequence[str | Path], to: str = "ampcompat") -> list[Ch
 def _with_native_amp(changes: list[Change]) -> list[Change]:
     """``changes`` with the imports of ``native_amp`` as each file has to write them, and with its copies."""
     codes = {change.path: code for change in changes if (code := change.source()) is not None}
-    roots = {change.path: _root_of(change) for change in changes if change.needs_amp}
-    found = homes(roots, codes)
+    found = homes([change.path for change in changes if change.needs_amp], codes)
     done: list[Change] = []
     copies: dict[Path, Change] = {}
     for change in changes:
@@ -51,7 +50,7 @@ def _with_native_amp(changes: list[Change]) -> list[Change]:
             continue
         done.append(migrate_file(change.path, change.name, "native", home.package))
         for folder in home.copies():
-            copies.setdefault(folder, _copy_in(folder, roots[change.path]))
+            copies.setdefault(folder, _copy_in(folder, _root_of(change)))
     return done + [copy for copy in copies.values() if copy.changed or copy.notes]
 
 

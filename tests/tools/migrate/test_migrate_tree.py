@@ -356,6 +356,25 @@ def test_scripts_of_which_one_is_imported_by_another_find_their_copies(tmp_path)
     assert copies(new) == {"native_amp.py", "PyTorch/detection/native_amp.py", "PyTorch/language/native_amp.py"}
 
 
+def test_packages_that_a_collection_imports_too_find_their_copies(tmp_path):
+    """Each project is run from its own folder; one has the folder names of another, without ``__init__.py``."""
+    files = {
+        "hub.py": "from PyTorch.ssd import entry\n",
+        "PyTorch/ssd/__init__.py": "",
+        "PyTorch/ssd/entry.py": "",
+        "PyTorch/ssd/train.py": LOOP,
+        "PyTorch/main.py": "from ssd import train\n",
+        "translate/run.py": "from seq.train import trainer\n",
+        "translate/seq/train/trainer.py": LOOP,
+        "other/run.py": "from train.trainer import fit\n",
+        "other/train/trainer.py": "fit = None\n",
+    }
+    new = migrated(tmp_path, files)
+    assert copies(new) == {"PyTorch/ssd/native_amp.py", "translate/native_amp.py"}
+    run_alone(tmp_path, "PyTorch/main.py")
+    run_alone(tmp_path, "translate/run.py")
+
+
 def test_modules_of_a_package_without_an_init_share_the_copy_beside_it(tmp_path):
     files = {
         "p/a.py": LOOP,
