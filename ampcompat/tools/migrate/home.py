@@ -47,9 +47,8 @@ def homes(wanting: Collection[Path], codes: Mapping[Path, str]) -> dict[Path, Ho
     """
     imports = {path: _imports(code) for path, code in codes.items()} if wanting else {}
     roots = _import_roots(imports)
-    namespaces = {path: _namespace_package(path, roots, imports) for path in wanting}
-    tops = {path: namespace or _top_package(path, imports) for path, namespace in namespaces.items()}
-    there = [path.parent for path in codes if path.name == f"{NAME}.py" and (path.parent / "__init__.py").exists()]
+    tops = {path: _package_of(path, roots, imports) for path in wanting}
+    there = [path.parent for path in codes if path.name == f"{NAME}.py" and _has_init(path.parent)]
     packages: defaultdict[Path, set[Path]] = defaultdict(set)
     for top in (*tops.values(), *there):
         if top is not None:
@@ -60,9 +59,11 @@ def homes(wanting: Collection[Path], codes: Mapping[Path, str]) -> dict[Path, Ho
             top = _package_of_script(path, packages, imports)
         if top is None:
             found[path] = Home(path.parent)
-        elif top in namespaces.values() or len(packages[top.parent]) > 1:
-            is_script = namespaces[path] is not None and MAIN.search(codes[path]) is not None
+        elif not _has_init(top):
+            is_script = MAIN.search(codes[path]) is not None
             found[path] = Home(top.parent, own_folder=path.parent if is_script else None)
+        elif len(packages[top.parent]) > 1:
+            found[path] = Home(top.parent)
         else:
             found[path] = Home(top, top.name)
     return found
@@ -91,19 +92,28 @@ def _import_roots(imports: Mapping[Path, Sequence[Import]]) -> dict[Path, set[Pa
     return found
 
 
-def _namespace_package(
+def _package_of(
     path: Path, roots: Mapping[Path, Iterable[Path]], imports: Mapping[Path, Sequence[Import]]
 ) -> Path | None:
-    """The package without ``__init__.py`` that a module is imported as a part of.
+    """The package that a module is imported as a part of, with or without ``__init__.py``; None for a script.
 
-    A file that nothing imports is a script of its own. Of several packages around a module the innermost counts.
+    Where modules of its folder are imported from several places, the innermost counts; where from none by a dotted
+    name, it is the outermost package around the module.
     """
-    if not _is_mentioned(path, imports):
-        return None
     for root in sorted(roots.get(path.parent, ()), key=lambda root: -len(root.parts)):
         package = root / path.relative_to(root).parts[0]
-        return None if (package / "__init__.py").exists() else package
-    return None
+        is_script = _is_script(path, package, imports) if _has_init(package) else not _is_mentioned(path, imports)
+        return None if is_script else package
+    if not _has_init(path.parent):
+        return None
+    package = path.parent
+    while _has_init(package.parent):
+        package = package.parent
+    return None if _is_script(path, package, imports) else package
+
+
+def _has_init(folder: Path) -> bool:
+    return (folder / "__init__.py").exists()
 
 
 def _package_of_script(
@@ -123,16 +133,6 @@ def _package_of_script(
                 return by_name[name]
             waiting.append(path.parent / f"{name}.py")
     return None
-
-
-def _top_package(path: Path, imports: Mapping[Path, Sequence[Import]]) -> Path | None:
-    """The outermost package around a module; None for a script, even if its folder has an ``__init__.py``."""
-    if not (path.parent / "__init__.py").exists():
-        return None
-    top = path.parent
-    while (top.parent / "__init__.py").exists():
-        top = top.parent
-    return None if _is_script(path, top, imports) else top
 
 
 def _is_script(path: Path, top: Path, imports: Mapping[Path, Sequence[Import]]) -> bool:

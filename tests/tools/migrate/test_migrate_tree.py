@@ -360,6 +360,7 @@ def test_packages_that_a_collection_imports_too_find_their_copies(tmp_path):
     """Each project is run from its own folder; one has the folder names of another, without ``__init__.py``."""
     files = {
         "hub.py": "from PyTorch.ssd import entry\n",
+        "PyTorch/__init__.py": "",
         "PyTorch/ssd/__init__.py": "",
         "PyTorch/ssd/entry.py": "",
         "PyTorch/ssd/train.py": LOOP,
@@ -385,6 +386,30 @@ def test_modules_of_a_package_without_an_init_share_the_copy_beside_it(tmp_path)
     new = migrated(tmp_path, files)
     assert copies(new) == {"native_amp.py"}
     run_alone(tmp_path, "train.py")
+
+
+def test_parts_of_a_library_that_nothing_in_the_tree_imports(tmp_path):
+    files = {
+        "p/__init__.py": LOOP,
+        "p/command.py": "from . import x\n" + LOOP,
+        "p/x.py": "",
+        "p/a.py": "import p\n" + LOOP,
+    }
+    new = migrated(tmp_path, files)
+    assert copies(new) == {"p/native_amp.py"}
+    assert all(IN_PACKAGE[1] in new[name] for name in ("p/__init__.py", "p/command.py", "p/a.py"))
+
+
+def test_folders_within_a_package_share_its_copy(tmp_path):
+    """A folder without ``__init__.py`` in one that has it."""
+    files = {
+        "src/__init__.py": "",
+        "src/utils/save.py": LOOP,
+        "src/tasks/run.py": "from src.utils.save import model\n" + LOOP,
+    }
+    new = migrated(tmp_path, files)
+    assert copies(new) == {"src/native_amp.py"}
+    assert "from src import native_amp as amp" in new["src/tasks/run.py"]
 
 
 def test_a_file_of_that_name_is_never_overwritten(tmp_path, capsys):
