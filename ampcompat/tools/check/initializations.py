@@ -111,17 +111,14 @@ def _literal(node: ast.expr | None) -> object:
 
 
 def _values(source: Source, node: ast.expr) -> list[object] | None:
-    """The literals that an expression may be: itself, those of a choice, those that its name is given; else None."""
-    if isinstance(node, ast.Constant):
-        return [node.value]
-    parts = [node.body, node.orelse] if isinstance(node, ast.IfExp) else source.assigned.get(dotted(node), [])
-    found: list[object] = []
-    for part in parts:
-        values = None if isinstance(part, ast.Name) else _values(source, part)
-        if values is None:
-            return None
-        found += values
-    return found or None
+    """The literals that an expression may be, or that its name is given; None where one is no literal."""
+    parts = source.assigned.get(dotted(node), []) or [node]
+    choices = [
+        choice for part in parts for choice in ([part.body, part.orelse] if isinstance(part, ast.IfExp) else [part])
+    ]
+    if not all(isinstance(choice, ast.Constant) for choice in choices):
+        return None
+    return [_literal(choice) for choice in choices]
 
 
 @once

@@ -233,7 +233,8 @@ def _warn_outside_of_autocast(part: Any, args: Any) -> None:
     """Warn once where something else than the forward of a model calls a part of it, which then runs in float32."""
     if torch.compiler.is_compiling() or _amp_state.running_forwards or _amp_state.warned or not _amp_state.casts:
         return
-    device_type, properties = _amp_state.device_type, _amp_state.opt_properties
+    device_type = _amp_state.device_type
+    properties = _amp_state.opt_properties
     casts = properties is not None and properties.enabled and properties.cast_model_type is not None
     if not casts or torch.is_autocast_enabled(device_type):
         return
@@ -438,7 +439,8 @@ def _end(block: _Block, moves_scale: bool, has_failed: bool = False) -> None:
 def _unscale(block: _Block) -> None:
     """Divide the new gradients of a block by its scale, and add older ones that were not cleared in it."""
     _multiply(_gradients_of(block.params), 1 / block.scale)
-    sums, addends = [], []
+    sums: list[torch.Tensor] = []
+    addends: list[torch.Tensor] = []
     for one in block.older:
         if one.was_cleared():
             continue

@@ -52,6 +52,19 @@ def test_deep_and_odd_sources_give_findings(name):
         assert finding.kind in ("file", "symbol")
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "a.level = a.level\namp.initialize(m, o, opt_level=a.level)\n",
+        "m = n\nn = m\namp.initialize(m, o)\n",
+        "    f()\ndef f():\n" + "    f()\n" * 5_000,
+        "torch.nn.utils.clip_grad_norm_(p, 1)\np = q\nq = p\n",
+    ],
+)
+def test_names_and_functions_in_circles(code):
+    assert [finding for finding in scan_source(TRAIN.decode() + code) if finding.kind != "symbol"] == []
+
+
 @pytest.mark.parametrize("rest", ["print 'loss'\n", "x = (", "  x = 1", "<<<<<<< HEAD\nlr = 1\n>>>>>>> theirs\n"])
 def test_a_file_that_python_3_cannot_parse(rest):
     """It is an error if it uses apex, and the line is named."""

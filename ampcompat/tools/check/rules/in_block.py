@@ -25,11 +25,14 @@ def clip_of_scaled_gradients(source: Source) -> Iterator[Hit]:
 def step_in_block(source: Source) -> Iterator[Hit]:
     """``optimizer.step()`` inside its block: gradients are unscaled at its end."""
     for block in source.scaled_blocks():
-        steps = {f"{optimizer}.step" for optimizer in _optimizers(block)}
-        for call in _calls_that_run(source, block, lambda call, steps=steps: dotted(call.func) in steps):  # type: ignore[misc]
+        for call in _calls_that_run(source, block, _is_one_of({f"{name}.step" for name in _optimizers(block)})):
             yield Hit(
                 call, "gradients are unscaled at the end of the scale_loss block, and this is refused; step after it"
             )
+
+
+def _is_one_of(names: set[str]) -> Callable[[ast.Call], bool]:
+    return lambda call: dotted(call.func) in names
 
 
 def _optimizers(block: With) -> set[str]:
@@ -40,23 +43,37 @@ def _optimizers(block: With) -> set[str]:
 
 def _calls_that_run(source: Source, block: With, is_wanted: Callable[[ast.Call], bool]) -> Iterator[ast.Call]:
     """The calls in a block that are wanted, or that run a wanted call by functions of the file."""
+    wanted_by_function: dict[ast.AST, ast.Call | None] = {}
     for node in source.within(block):
         if not isinstance(node, ast.Call):
             continue
-        found = _wanted_call(source, node, is_wanted, DEPTH)
+        found = node if is_wanted(node) else None
+        function = source.function_of(node)
+        if found is None and function is not None:
+            if function not in wanted_by_function:
+                wanted_by_function[function] = _wanted_call(source, function, is_wanted)
+            found = wanted_by_function[function]
         if found is not None and not contradict(source, block, found):
             yield node
 
 
-def _wanted_call(source: Source, call: ast.Call, is_wanted: Callable[[ast.Call], bool], depth: int) -> ast.Call | None:
-    """The wanted call that ``call`` is, or runs. A function with a block of its own may run one after that block."""
-    if is_wanted(call):
-        return call
-    function = source.function_of(call) if depth else None
-    if function is None or function in blocks_by_function(source):
-        return None
-    for node in source.within(function):
-        found = _wanted_call(source, node, is_wanted, depth - 1) if isinstance(node, ast.Call) else None
-        if found is not None:
-            return found
+def _wanted_call(source: Source, function: ast.AST, is_wanted: Callable[[ast.Call], bool]) -> ast.Call | None:
+    """The first wanted call that a function runs, by at most :data:`DEPTH` functions.
+
+    One with a block of its own is left out: it may run the call after that.
+    """
+    seen: set[ast.AST] = set()
+    functions = [function]
+    for _ in range(DEPTH):
+        called: list[ast.AST] = []
+        for one in functions:
+            if one in seen or one in blocks_by_function(source):
+                continue
+            seen.add(one)
+            for node in source.within(one):
+                if isinstance(node, ast.Call) and is_wanted(node):
+                    return node
+                inner = source.function_of(node) if isinstance(node, ast.Call) else None
+                called += [] if inner is None else [inner]
+        functions = called
     return None
