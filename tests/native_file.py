@@ -3,32 +3,28 @@
 import importlib.abc
 import importlib.util
 import sys
-from collections.abc import Iterable
 from types import CodeType, ModuleType
 
 import pytest
 
-from ampcompat.tools.migrate.parts import PARTS, written
+from ampcompat.tools.migrate.copied import TEXT
 
 
 class Text(importlib.abc.InspectLoader):
     """Loads a module from its source, which is in no file."""
 
-    def __init__(self, source: str) -> None:
-        self.source = source
-
     def get_source(self, fullname: str) -> str:
         """Return the source."""
-        return self.source
+        return TEXT
 
     def get_code(self, fullname: str) -> CodeType:
         """Compile it under the name of the file that it is written to; else it is the code of no file."""
-        return compile(self.source, f"{fullname}.py", "exec")
+        return compile(TEXT, f"{fullname}.py", "exec")
 
 
-def native_amp(parts: Iterable[str] = PARTS) -> ModuleType:
-    """Return a new module of the file with ``parts``, with a state of its own, which ``import`` does not find."""
-    spec = importlib.util.spec_from_loader("native_amp", Text(written(parts)))
+def native_amp() -> ModuleType:
+    """Return a new module of the file, with a state of its own, which ``import`` does not find."""
+    spec = importlib.util.spec_from_loader("native_amp", Text())
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "native_amp", module)  # dataclasses look there

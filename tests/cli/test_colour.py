@@ -48,7 +48,7 @@ def test_a_file_gets_none_unless_they_are_forced(monkeypatch, capsys):
 def test_verdicts_of_check_and_diffs_of_migrate(monkeypatch, tmp_path):
     terminal = on_terminal(monkeypatch)
     (tmp_path / "a.py").write_text("from apex import amp\nfrom apex.transformer import parallel_state\n")
-    assert main(["check", str(tmp_path)]) == 1
+    assert main(["check", "--all", str(tmp_path)]) == 1
     shown = terminal.getvalue()
     assert f"{RED}not supported" in shown
     assert f"{GREEN}works" in shown

@@ -5,6 +5,7 @@ import os
 import checks
 import dcp_checks
 import ddp_checks
+import native_checks
 import sharded_checks
 import zero_checks
 
@@ -12,6 +13,7 @@ AT_EVERY_LEVEL = [
     *checks.CHECKS,
     *zero_checks.CHECKS,
     *ddp_checks.CHECKS,
+    *native_checks.CHECKS,
     *sharded_checks.CHECKS,
     *dcp_checks.CHECKS,
 ]

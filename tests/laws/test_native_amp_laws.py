@@ -6,7 +6,6 @@ Weights are float32 at every level there: the reference runs at O0, O1 and O4. T
 import contextlib
 import copy
 import io
-import math
 import pprint
 
 import programs
@@ -17,23 +16,9 @@ from native_file import native_amp
 from reference_amp import Raised, Reference
 from test_training_laws import SHARED, STALE, TOGETHER, block, check, clear, step
 
-from ampcompat.tools.migrate.parts import PARTS
-
 LEVELS = {"O0": "O0", "O1": "O1", "O2": "O1", "O3": "O1", "O4": "O4", "O5": "O4"}
 #: Steps about master weights, and about what a script cannot ask of the file.
 LEFT_OUT = (*programs.CHANGES, "leave", "come_back", "write", "load_scaler", "save")
-
-
-def parts_of(program):
-    """All parts of the file, or those alone that a program uses."""
-    if program.get("seed", 0) % 2 == 0:
-        return PARTS
-    blocks = [one for one in program["steps"] if one["do"] == "block"]
-    uses = {
-        "delayed_blocks": any(one["delay_unscale"] for one in blocks),
-        "checkpoints": any(one["do"] in ("snapshot", "rewind") for one in program["steps"]),
-    }
-    return [part for part, is_used in uses.items() if is_used]
 
 
 class Native:
@@ -41,12 +26,11 @@ class Native:
 
     def __init__(self, program):
         self.config = program["config"]
-        self.parts = parts_of(program)
         self.make(seed=0)
 
     def make(self, seed):
         config = self.config
-        self.amp = native_amp(self.parts)
+        self.amp = native_amp()
         self.models, self.weights = programs.build(config, seed)
         self.optimizers = programs.make_optimizers(config, self.weights)
         self.amp.initialize(
@@ -85,7 +69,8 @@ class Native:
         return self.amp.scale_loss(loss, chosen if len(chosen) > 1 else chosen[0], part["loss_id"], **given)
 
     def block(self, step):
-        opened = self.open_block(step, step["optimizers"], delay_unscale=step["delay_unscale"])
+        delays = {name: step[name] for name in ("delay_unscale", "delay_overflow_check")}
+        opened = self.open_block(step, step["optimizers"], **delays)
         with contextlib.suppress(Raised), opened as scaled:
             if step["raises"] == "before":
                 raise Raised
@@ -171,98 +156,29 @@ def refuses(native, step):
 def run(program):
     """Run the reference, then the file, and compare what is seen after every step; return how many were taken.
 
-    The file leaves out what no script does: a program ends before a step that ``is_left_out``.
+    A program ends before a parameter that joins an optimizer with a gradient, which amp drops, and where weights are
+    not finite any more.
     """
     config = program["config"]
     reference = Reference(config)
     expected = [reference.seen()]
     taken = []
-    delayed = {}  # optimizers of delayed blocks, and the losses of these
-    overflowed = set()  # optimizers that have gradients which are not finite of blocks of their own
-    pending = set()  # those that will skip their next step
     for one in program["steps"]:
-        seen = expected[-1]
-        has_gradients = any(grad is not None for grad in gradients(seen).values())
-        is_lost = is_dynamic(config) and not are_finite(gradients(seen))
-        if is_left_out(one, has_gradients, is_lost, set(delayed), overflowed, pending):
+        has_gradients = any(grad is not None for grad in gradients(expected[-1]).values())
+        if one["do"] == "join" and has_gradients:
             break
-        if one["do"] in ("step", "clip") and one["optimizer"] in holders(config, delayed) - set(delayed):
-            break
-        if one["do"] == "block" and has_gradients:  # sums of three are rounded in another order
-            inside = [inner for inner in one["inside"] if inner["do"] != "block"]
-            one = {**one, "passes": min(one["passes"], 1), "inside": inside}
-        if one["do"] == "clear" and pending:  # of zeros the file does not hear: the next step is skipped
-            one = {**one, "how": "none"}
         fate = reference.take(one)
         is_broken = is_dynamic(config) and not are_finite(reference.seen(), "weight")
         if fate == "refused" or is_broken:
             break
         expected.append(reference.seen())
         taken.append(one if fate == "taken" else None)
-        is_lost = is_dynamic(config) and not are_finite(gradients(expected[-1]))
-        losses = losses_counted_by(one, delayed)
-        if is_lost and len(losses) > 1:
-            expected.pop()
-            taken.pop()
-            break
-        if one["do"] == "block":
-            pending = pending | holders(config, one["optimizers"]) if is_lost else set()
-            overflowed |= set(one["optimizers"])
-            for number in one["optimizers"]:
-                delayed.pop(number, None)
-                if one["delay_unscale"]:
-                    delayed[number] = losses
-        elif one["do"] == "step":
-            delayed.pop(one["optimizer"], None)
-            pending.discard(one["optimizer"])
-        if not is_lost:
-            overflowed.clear()
     native = Native(program)
     for index, (one, values) in enumerate(zip([None, *taken], expected, strict=True)):
         if one is not None:
             native.take(one)
         check(index, native.seen(), {name: value for name, value in values.items() if is_compared(name)})
     return len(taken)
-
-
-def is_left_out(step, has_gradients, is_lost, delayed, overflowed, pending):
-    """Whether the file does otherwise than amp.
-
-    A block that raises clears older gradients. What had overflowed before a delayed block, and was not cleared, counts
-    for it, too. A block of some of the optimizers of a delayed one counts that one, and so does a step or a clip of
-    another optimizer that shares its weights; an overflow counts for all losses of delayed blocks. Gradients that are
-    cleared after a delayed block do not count for the scale; weights that join keep their gradients. Gradients that
-    overflowed in a block of another optimizer, and were not cleared, count for a block, and are stepped with. That an
-    overflow was cleared is seen by the next block or step, but not if a backward pass outside of blocks comes first.
-    """
-    if step["do"] == "block":
-        chosen = set(step["optimizers"])
-        adds_otherwise = (has_gradients and bool(step["raises"])) or (is_lost and bool(step["delay_unscale"]))
-        return adds_otherwise or bool(delayed - chosen) or (is_lost and bool(chosen - overflowed))
-    if step["do"] == "join":
-        return has_gradients or bool(delayed)
-    if step["do"] == "plain":
-        return bool(pending)
-    if step["do"] == "step":
-        return is_lost and step["optimizer"] not in overflowed
-    return step["do"] == "clear" and bool(delayed)
-
-
-def losses_counted_by(step, delayed):
-    """The losses whose scales a block or step moves: its own, and those of delayed blocks."""
-    optimizers = step.get("optimizers", ()) if step["do"] == "block" else [step.get("optimizer")]
-    losses = {step["loss_id"]} if step["do"] == "block" else set()
-    return losses.union(*(delayed.get(number, ()) for number in optimizers))
-
-
-def holders(config, optimizers):
-    """``optimizers``, and those that hold some of their weights."""
-    found = set(optimizers)
-    for owner, sharers, late in zip(config["owners"], config["sharers"], config["late"], strict=True):
-        together = {owner, late, *sharers} - {None}
-        if together & set(optimizers):
-            found |= together
-    return found
 
 
 def is_dynamic(config):
@@ -289,9 +205,6 @@ def generate(seed):
     program["config"] |= {**plain, "level": LEVELS[program["config"]["level"]]}
     program["steps"] = [one for one in program["steps"] if one["do"] not in (*LEFT_OUT, "nested")]
     for one in program["steps"]:
-        one["delay_overflow_check"] = False
-        if not math.isfinite(one.get("size", 0)):  # gradients that are not finite, of another optimizer's loss
-            one["inside"] = [inner for inner in one.get("inside", ()) if inner["do"] not in ("step", "block")]
         # In a block a script clears by zero_grad, and neither clips nor raises.
         one["inside"] = [inner for inner in one.get("inside", ()) if inner["do"] != "clip"]
         for inner in one["inside"]:
@@ -343,14 +256,35 @@ def test_optimizers_that_share_weights(config, steps, loss_scale):
 
 OVERFLOW = {"size": float("inf")}
 SEVERAL = {
-    "an overflow in the first of two losses": [block(0, **OVERFLOW), block(0), step(0), block(0), step(0)],
+    "an overflow in the first of two losses": [
+        block(0, **OVERFLOW),
+        block(0),
+        step(0),
+        clear("all", "none"),
+        block(0),
+        step(0),
+    ],
     "in the last": [block(0), block(0, **OVERFLOW), step(0), clear("all", "none"), block(0), step(0)],
     "accumulated": [block(0), block(0), block(0), step(0)],
     "delayed": [block(0, delay_unscale=True), block(0), step(0)],
     "an overflow in a delayed one": [block(0, delay_unscale=True, **OVERFLOW), block(0), step(0)],
     "delayed to the step": [block(0, delay_unscale=True), step(0)],
+    "delayed twice, and overflowed": [
+        *[block(0, delay_unscale=True, **OVERFLOW) for _ in range(2)],
+        clear("all", "none"),
+        step(0),
+        block(0),
+        step(0),
+    ],
     "cleared after an overflow": [block(0, **OVERFLOW), clear("optimizer", "none"), block(0), step(0), step(0)],
     "raised": [block(0, raises="after"), block(0), step(0)],
+    "raised after an overflow": [
+        block(0, raises="after", **OVERFLOW),
+        step(0),
+        clear("all", "none"),
+        block(0),
+        step(0),
+    ],
     "one loss, two optimizers": [block(0, 1, **OVERFLOW), step(0), clear("all", "none"), block(0), step(0)],
 }
 

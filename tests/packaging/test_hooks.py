@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8")
 ENTRIES = re.findall(r"^  entry: (.+)$", TEXT, re.MULTILINE)
-TRAINS = 'from apex import amp\nm, o = amp.initialize(m, o, opt_level="01")\n'
+TRAINS = "from apex import amp\nm, o = amp.initialize(DistributedDataParallel(m), o)\n"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_check_runs_without_torch(bare, tmp_path):
     (tmp_path / "train.py").write_text(TRAINS)
     done = run(ENTRIES[0], ["train.py"], bare, tmp_path)
     assert (done.returncode, done.stderr) == (1, "")
-    assert "misspelt_level" in done.stdout
+    assert "wrapped_before_initialize" in done.stdout
     for number in range(80):
         (tmp_path / f"m{number}.py").write_text("x = 1\n")
     done = run(ENTRIES[0], ["."], bare, tmp_path)

@@ -1,4 +1,4 @@
-"""The report as text for a terminal, and as GitHub annotations."""
+"""The report as text for a terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import posixpath
 from collections.abc import Callable
 from pathlib import Path
 
-from ampcompat.tools.check.findings import DIFFERS, ERROR, KINDS, NOTE, UNSUPPORTED, WARNING, WORKS, Finding, Report
+from ampcompat.tools.check.findings import KINDS, UNSUPPORTED, WORKS, Finding, Report
 
 VERDICTS = {"works": "works", "differs": "works with a difference", UNSUPPORTED: "not supported"}
 COLOURS = {"works": "green", "differs": "yellow", "warning": "yellow", UNSUPPORTED: "red", "error": "red"}
@@ -17,15 +17,18 @@ def plain(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in text)
 
 
-def lines(report: Report, paint: Callable[[str, str], str] = lambda text, colour: text) -> str:
-    """One finding a line, ``path:line:col: rule verdict: message``: symbols, then traps, then files; a summary last.
+def lines(report: Report, lists_all: bool, paint: Callable[[str, str], str] = lambda text, colour: text) -> str:
+    """One finding a line, ``path:line:col: name verdict: message``: symbols, then traps, then files; a summary last.
 
-    ``paint(text, colour)`` gives verdicts their colour.
+    Args:
+        report: The report.
+        lists_all: Whether symbols that work are listed, too; else they are counted.
+        paint: ``paint(text, colour)`` gives verdicts their colour.
     """
     shown = []
     for kind in KINDS:
         for finding in report.findings:
-            if finding.kind == kind:
+            if finding.kind == kind and (lists_all or finding.level != WORKS):
                 shown.append(_line(report, finding, paint))
     counts = ", ".join(f"{n} {VERDICTS.get(level, level)}" for level, n in report.counts.items() if n)
     files = "1 file" if report.files == 1 else f"{report.files} files"
@@ -41,34 +44,9 @@ def _line(report: Report, finding: Finding, paint: Callable[[str, str], str]) ->
     return f"{plain(where)}: {plain(finding.name)} {verdict}{plain(note)}"
 
 
-GITHUB = {UNSUPPORTED: "error", ERROR: "error", WARNING: "warning", DIFFERS: "notice", NOTE: "notice"}
-
-
 def place(report: Report, finding: Finding) -> str:
     """The path of a finding from where the command runs."""
     root = report.root
     if not root or root == ".":
         return finding.path
     return posixpath.join(Path(root).as_posix(), finding.path) if Path(root).is_dir() else Path(root).as_posix()
-
-
-def github(report: Report) -> str:
-    """Workflow commands, one a line: GitHub shows them beside the code. What works is left out."""
-    lines = []
-    for finding in report.findings:
-        if finding.level == WORKS:
-            continue
-        where = f"file={_property(place(report, finding))}"
-        where += f",line={finding.line}" if finding.line else ""
-        where += f",col={finding.column}" if finding.column else ""
-        where += f",title={_property(finding.name)}"
-        lines.append(f"::{GITHUB[finding.level]} {where}::{_message(finding.note or finding.level)}")
-    return "\n".join(lines)
-
-
-def _message(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-def _property(text: str) -> str:
-    return _message(text).replace(":", "%3A").replace(",", "%2C")

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 
 from ampcompat.tools.check.source import Source
 
 #: Classes that call apex, and the package that has each.
 CLASSES = {"ApexScaler": "timm", "ApexOptimWrapper": "mmengine"}
-#: Arguments by which transformers, Lightning and ignite are told to use apex: ``Trainer(amp_backend="apex")``.
+#: Libraries that are told to use apex by one of these arguments: ``Trainer(amp_backend="apex")``.
+TOLD = ("transformers", "pytorch_lightning", "lightning", "ignite", "torch_lr_finder")
 BACKENDS = ("amp_backend", "amp_mode", "fp16_backend", "half_precision_backend")
 
 
-def uses_of_apex(source: Source, own: Container[str] = ()) -> Iterator[tuple[ast.AST, str]]:
-    """Where a file has a library use apex: the class, by its package and name, or the argument.
-
-    Args:
-        source: The parsed source.
-        own: The names of modules that are no library's, as their imports are rewritten too.
-    """
+def uses_of_apex(source: Source) -> Iterator[tuple[ast.AST, str]]:
+    """Where a file has a library use apex: the class, by its package and name, or the argument."""
     names: list[tuple[ast.AST, str]] = []
     names += [(node, node.id) for node in source.kind(ast.Name)]
     names += [(node, node.attr) for node in source.kind(ast.Attribute)]
@@ -28,7 +24,8 @@ def uses_of_apex(source: Source, own: Container[str] = ()) -> Iterator[tuple[ast
         if name in CLASSES and source.imports(CLASSES[name]):
             yield node, f"{CLASSES[name]}.{name}"
     for call in source.calls:
-        if source.full_name(call.func).partition(".")[0] in own:
+        imported = source.full_name(call.func)
+        if imported and imported.partition(".")[0] not in TOLD:  # a class of the repository, whose imports are renamed
             continue
         for keyword in call.keywords:
             if keyword.arg in BACKENDS and isinstance(keyword.value, ast.Constant) and keyword.value.value == "apex":

@@ -1,6 +1,7 @@
-"""Read the files of a directory, parse them, collect their apex symbols and traps.
+"""Read the files of a directory, parse them, collect their apex symbols and mistakes.
 
-What is found in a file is found in it alone; what it comes to is decided once all are read (see :mod:`judgement`).
+Rules look at one file alone. What their hits come to is decided once all files are read: by the calls of
+``amp.initialize`` in the same file, or else in files that an import ties to it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from pathlib import Path
 
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.documents import NotANotebook, Notebook, is_notebook
-from ampcompat.tools.check.facts import Facts
 from ampcompat.tools.check.files import SUFFIXES, Unreadable, decode, is_native_amp, read, sources
 from ampcompat.tools.check.findings import ERROR, NOTE, WARNING, Finding, Report
-from ampcompat.tools.check.judgement import judged
+from ampcompat.tools.check.initializations import INITIALIZE, Initialization, initializations
 from ampcompat.tools.check.manifests import in_commands, is_manifest, places
-from ampcompat.tools.check.source import UNPARSABLE, Source, mentions_apex
+from ampcompat.tools.check.programs import Import, Programs, imports
+from ampcompat.tools.check.rules import RULES, Suspect
+from ampcompat.tools.check.source import SCALE_LOSS, UNPARSABLE, Source, mentions_apex
 from ampcompat.tools.check.split_lines import lines_of
 from ampcompat.tools.check.uses import symbols_of
 
@@ -42,8 +44,11 @@ class CheckedFile:
         path: Where it is.
         text: The code; None where the file holds no Python, or cannot be read.
         lines: For each line of a notebook's code the line of the file; empty for other files.
-        facts: What the traps found and need to know.
-        findings: Symbols in it, and problems of the file itself.
+        findings: Symbols in it, problems of the file itself, and its mistakes.
+        suspects: What rules have found, before it is known which levels are in force.
+        initializations: Its calls of ``amp.initialize``.
+        imports: What it imports.
+        uses_amp: Whether it initializes amp or scales a loss.
         has_python_suffix: Whether it is called what Python files and notebooks are; others may be given by their path.
     """
 
@@ -51,14 +56,24 @@ class CheckedFile:
     path: str
     text: str | None = None
     lines: list[int] = field(default_factory=list)
-    facts: Facts = field(default_factory=Facts)
     findings: list[Finding] = field(default_factory=list)
+    suspects: list[Suspect] = field(default_factory=list)
+    initializations: list[Initialization] = field(default_factory=list)
+    imports: list[Import] = field(default_factory=list)
+    uses_amp: bool = False
     has_python_suffix: bool = True
 
     @property
     def names_apex(self) -> bool:
         """Whether its code names apex at all."""
         return self.text is not None and mentions_apex(self.text)
+
+    def search(self, source: Source) -> None:
+        """Ask the rules, and note what the judgement of this file and of others needs."""
+        self.suspects = [suspect for rule in RULES for suspect in rule.suspects(source)]
+        self.initializations = list(initializations(source))
+        self.imports = list(imports(source))
+        self.uses_amp = bool(source.calls_to(*INITIALIZE, *SCALE_LOSS, "apex.amp.init"))
 
     def add(self, findings: Iterable[Finding]) -> None:
         """Add findings at lines of the code, but for those that a comment there ignores."""
@@ -160,7 +175,7 @@ def _parse(checked: CheckedFile, is_searched: bool) -> None:
 
     Args:
         checked: The file.
-        is_searched: Whether the traps are asked, too.
+        is_searched: Whether the rules are asked, too.
     """
     is_other_notebook = bool(checked.lines) and not checked.names_apex  # no other file imports it
     if checked.text is None or is_other_notebook:
@@ -170,7 +185,7 @@ def _parse(checked: CheckedFile, is_searched: bool) -> None:
         if checked.names_apex:
             checked.add(symbols_of(source))
         if is_searched:
-            checked.facts = Facts.of(source)
+            checked.search(source)
     except UNPARSABLE as problem:
         checked.add([_unparsable(checked, checked.text, problem)])
 
@@ -188,7 +203,13 @@ def _unparsable(checked: CheckedFile, text: str, problem: BaseException) -> Find
 
 
 def _judge(files: Iterable[CheckedFile]) -> None:
-    """Add the traps to the files that have them."""
+    """Add to each file what its suspects come to, if a program that it is a part of uses amp."""
     by_path = {checked.path: checked for checked in files}
-    for path, findings in judged({path: checked.facts for path, checked in by_path.items()}):
-        by_path[path].add(findings)
+    programs = Programs({path: checked.imports for path, checked in by_path.items()})
+    for path, checked in by_path.items():
+        if not checked.suspects or not any(by_path[other].uses_amp for other in programs.program(path)):
+            continue
+        relatives = [by_path[other] for other in programs.relatives(path)]
+        calls = checked.initializations or [call for other in relatives for call in other.initializations]
+        judged = [suspect.judged(calls) for suspect in checked.suspects]
+        checked.add(finding for finding in judged if finding is not None)

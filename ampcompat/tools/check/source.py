@@ -1,4 +1,4 @@
-"""One parsed file with what symbols and traps ask about it: parents, scopes, apex names, calls."""
+"""One parsed file with what symbols and rules ask about it: parents, scopes, apex names, calls."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import itertools
 import operator
 import warnings
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 from ampcompat._extensions import EXTENSIONS, NOT_FOUND
 from ampcompat.tools.check.bindings import NATIVE, Bindings, Function, dotted, parameters
 from ampcompat.tools.check.findings import Finding
-from ampcompat.tools.check.symbols import ON_OPTIMIZERS
 
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 SCALE_LOSS = ("apex.amp.scale_loss", "apex.amp.handle.scale_loss")
 #: ``syncbn`` is left out: texts about other packages have it.
 COMPILED = (*EXTENSIONS, *(name for name in NOT_FOUND if name != "syncbn"))
-#: What a text that uses apex has in it: a name of it, or of what it leaves on optimizers, or an ``ApexScaler``.
-MENTIONS = ("apex", "Apex", "ampcompat", NATIVE, *COMPILED, *ON_OPTIMIZERS)
+#: What a text that uses apex has in it: a name of it, or an ``ApexScaler``.
+MENTIONS = ("apex", "Apex", "ampcompat", NATIVE, *COMPILED)
+Definition: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 Node = TypeVar("Node", bound=ast.AST)
 #: ``try``, and from Python 3.11 on the one with ``except*``.
 _TRY_STAR: type[ast.AST] = getattr(ast, "TryStar", ast.Try)
 TRIES: tuple[type[ast.AST], ...] = (ast.Try, _TRY_STAR)
-#: Kinds of nodes that hold statements, and nodes of which one object stands for many.
-HOLDS_STATEMENTS = (ast.mod, ast.stmt, ast.excepthandler, ast.match_case)
+#: Kinds of nodes that stand in blocks, and nodes of which one object stands for many.
+STATEMENTS = (ast.stmt, ast.excepthandler)
 SHARED = (ast.expr_context, ast.boolop, ast.operator, ast.unaryop, ast.cmpop)
 #: What a literal may be computed with; on floats, so that no power takes long.
 ARITHMETIC: dict[type[ast.operator], Callable[[float, float], Any]] = {
@@ -81,46 +81,48 @@ class Place(NamedTuple):
 
 
 class Source:
-    """A file under check. What is not asked for is not worked out: most files of a large tree never mention apex.
+    """A file under check, walked once. What else is asked of it is worked out when somebody asks.
 
     Attributes:
         path: Path for the report.
         code: Its text.
         tree: The parsed file.
         known: What :func:`once` keeps.
+        nodes: All nodes but operators and contexts, breadth first.
+        parents: Parent of every node.
     """
 
     def __init__(self, path: str, code: str) -> None:
-        self.path, self.code, self.tree = path, code, parse(code)
+        self.path = path
+        self.code = code
+        self.tree = parse(code)
         self.known: dict[Hashable, Any] = {}
+        self.nodes: list[ast.AST] = [self.tree]
+        self.parents: dict[ast.AST, ast.AST] = {}
+        self._scopes: dict[ast.AST, ast.AST] = {self.tree: self.tree}
+        self._kinds: dict[type[ast.AST], list[ast.AST]] = {}
+        self._places: dict[ast.AST, Place] = {}
+        for node in self.nodes:  # grows on the way: breadth first, without recursion
+            self._kinds.setdefault(node.__class__, []).append(node)
+            self._add_children(node)
 
-    @functools.cached_property
-    def _walked(self) -> tuple[list[ast.AST], dict[ast.AST, ast.AST], dict[type[ast.AST], list[ast.AST]]]:
-        nodes: list[ast.AST] = [self.tree]
-        parents: dict[ast.AST, ast.AST] = {}
-        kinds: dict[type[ast.AST], list[ast.AST]] = {}
-        for node in nodes:  # grows on the way
-            found = children(node)
-            for child in found:
-                parents[child] = node
-            nodes += found
-            kinds.setdefault(node.__class__, []).append(node)
-        return nodes, parents, kinds
-
-    @property
-    def nodes(self) -> list[ast.AST]:
-        """All nodes but operators and contexts, breadth first; iterating them needs no recursion."""
-        return self._walked[0]
+    def _add_children(self, node: ast.AST) -> None:
+        scope = node if isinstance(node, SCOPES) else self._scopes[node]
+        for field, value in ast.iter_fields(node):
+            block = value if isinstance(value, list) else [value]
+            for position, child in enumerate(block):
+                if not isinstance(child, ast.AST) or isinstance(child, SHARED):
+                    continue
+                self.nodes.append(child)
+                self.parents[child] = node
+                self._scopes[child] = scope
+                if isinstance(child, STATEMENTS):
+                    self._places[child] = Place(field, block, position)
 
     def kind(self, *kinds: type[Node]) -> Iterator[Node]:
         """The nodes of some kinds, one kind after the other."""
         for kind in kinds:
-            yield from self._walked[2].get(kind, ())  # type: ignore[misc]
-
-    @property
-    def parents(self) -> dict[ast.AST, ast.AST]:
-        """Parent of every node."""
-        return self._walked[1]
+            yield from self._kinds.get(kind, ())  # type: ignore[misc]
 
     @functools.cached_property
     def calls(self) -> list[ast.Call]:
@@ -144,6 +146,40 @@ class Source:
         """The file's apex names."""
         return Bindings(self.nodes)
 
+    @functools.cached_property
+    def assigned(self) -> dict[str, list[ast.expr]]:
+        """What assignments give each name and each ``a.b`` of the file, in the order of lines."""
+        found: dict[str, list[ast.expr]] = {}
+        for node in sorted(self.kind(ast.Assign), key=lambda node: node.lineno):
+            for target in node.targets:
+                for name, value in _single_assignments(target, node.value):
+                    if dotted(name):
+                        found.setdefault(dotted(name), []).append(value)
+        return found
+
+    def value_above(self, name: ast.Name) -> ast.expr | None:
+        """What the last assignment above gives ``name`` in its function; None if there is none."""
+        for value in reversed(self.assigned.get(name.id, [])):
+            if self.scope(value) is self.scope(name) and (value.end_lineno or 0) < name.lineno:
+                return value
+        return None
+
+    def function_of(self, call: ast.Call) -> Definition | None:
+        """The function of the same file that a call runs: ``clip(...)``, or ``self.clip()`` of the class around it."""
+        owner: ast.AST | None = self.tree
+        if isinstance(call.func, ast.Attribute):
+            owner = self.class_around(call) if dotted(call.func.value) == "self" else None
+        return self._functions.get((owner, called(call)))
+
+    @functools.cached_property
+    def _functions(self) -> dict[tuple[ast.AST | None, str], Definition]:
+        functions: Iterator[Definition] = self.kind(ast.FunctionDef, ast.AsyncFunctionDef)
+        return {(self.parents[function], function.name): function for function in functions}
+
+    def class_around(self, node: ast.AST) -> ast.ClassDef | None:
+        """The innermost class that a node stands in; None for none."""
+        return next((part for part in self.ancestors(node) if isinstance(part, ast.ClassDef)), None)
+
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
         """Parents of ``node``, nearest first."""
         parents = self.parents
@@ -160,28 +196,9 @@ class Source:
         """The innermost function that holds ``node``, or the module."""
         return self._scopes.get(node, self.tree)
 
-    @functools.cached_property
-    def _scopes(self) -> dict[ast.AST, ast.AST]:
-        scopes: dict[ast.AST, ast.AST] = {self.tree: self.tree}
-        for node, parent in self.parents.items():  # parents come before their children
-            scopes[node] = parent if isinstance(parent, SCOPES) else scopes[parent]
-        return scopes
-
     def place(self, node: ast.AST) -> Place | None:
         """Where a statement, or a handler, stands; None for an expression."""
         return self._places.get(node)
-
-    @functools.cached_property
-    def _places(self) -> dict[ast.AST, Place]:
-        places: dict[ast.AST, Place] = {}
-        for node in self.nodes:
-            if not isinstance(node, HOLDS_STATEMENTS):
-                continue
-            for field in ("body", "orelse", "finalbody", "handlers"):
-                block: list[ast.stmt] = getattr(node, field, [])
-                for position, statement in enumerate(block):
-                    places[statement] = Place(field, block, position)
-        return places
 
     def field(self, node: ast.AST) -> str:
         """The list of its parent that a statement or handler stands in; "" for an expression."""
@@ -213,17 +230,6 @@ class Source:
     def is_parameter(self, name: str, node: ast.AST) -> bool:
         """Whether ``name`` means a parameter of a function around ``node``."""
         return self._function_with(name, node) is not None
-
-    def default_of(self, name: str, node: ast.AST) -> ast.expr | None:
-        """The default of the parameter that ``name`` means; None for none."""
-        function = self._function_with(name, node)
-        if function is None:
-            return None
-        arguments = function.args
-        positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-        keyword_only = [argument.arg for argument in arguments.kwonlyargs]
-        defaults = dict(zip(reversed(positional), reversed(arguments.defaults), strict=False))
-        return {**defaults, **dict(zip(keyword_only, arguments.kw_defaults, strict=True))}.get(name)
 
     def _function_with(self, name: str, node: ast.AST) -> Function | None:
         """The innermost function around ``node`` with a parameter ``name``."""
@@ -307,12 +313,27 @@ def children(node: ast.AST) -> list[ast.AST]:
     return [child for child in ast.iter_child_nodes(node) if not isinstance(child, SHARED)]
 
 
+def _single_assignments(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """What an assignment gives each target: ``a, b = x, y`` is two."""
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        yield from zip(target.elts, value.elts, strict=False)
+    else:
+        yield target, value
+
+
 def argument(call: ast.Call, position: int, keyword: str) -> ast.expr | None:
     """The argument given by position or keyword, or None."""
     for given in call.keywords:
         if given.arg == keyword:
             return given.value
     return call.args[position] if len(call.args) > position else None
+
+
+def listed(given: ast.expr | None) -> list[ast.expr]:
+    """The items of an argument that is one or a list or tuple of several; none where it is not given."""
+    if isinstance(given, ast.List | ast.Tuple):
+        return given.elts
+    return [] if given is None else [given]
 
 
 def number(node: ast.AST | None, depth: int = 4) -> float | None:

@@ -10,12 +10,11 @@ from ampcompat.tools.check.bindings import apex_name, dotted
 from ampcompat.tools.check.findings import DIFFERS, NOTE, UNSUPPORTED, WORKS, Finding
 from ampcompat.tools.check.libraries import uses_of_apex
 from ampcompat.tools.check.source import TRIES, Source, once
-from ampcompat.tools.check.symbols import ON_OPTIMIZERS, canonical, verdict
+from ampcompat.tools.check.symbols import canonical, verdict
 
 PROBES = ("find_spec", "import_module", "__import__", "version", "get_distribution")
 #: The probes that raise for what they do not find.
 IMPORTS = ("import_module", "__import__")
-ATTRIBUTES = ("hasattr", "getattr", "setattr", "delattr")
 FAILS = "the import fails here, so that the script does as it does without apex"
 MISSING = (
     "ampcompat has no such extension: the import raises ModuleNotFoundError; import it inside try, with a fallback"
@@ -37,7 +36,6 @@ def symbols_of(source: Source) -> list[Finding]:
             found.append(_symbol(source, node, symbol))
     found += [f for call in source.calls_named(*PROBES) if (f := _probe(source, call)) is not None]
     found += _missing_extensions(source)
-    found += _left_on_optimizers(source)
     found += [source.finding(node, "symbol", name, DIFFERS, OF_LIBRARY) for node, name in uses_of_apex(source)]
     # Two mentions on one line (`amp.initialize(amp.x)`) stay two only when they name different symbols.
     return list({(f.line, f.name): f for f in found}.values())
@@ -134,14 +132,3 @@ def _missing_extensions(source: Source) -> Iterator[Finding]:
             yield source.finding(node, "symbol", str(name), DIFFERS, f"imported inside try: {FAILS}")
         else:
             yield source.finding(node, "symbol", str(name), UNSUPPORTED, MISSING)
-
-
-def _left_on_optimizers(source: Source) -> Iterator[Finding]:
-    """What amp leaves on an optimizer, as an attribute, or asked for by name: ``hasattr(optimizer, "_amp_stash")``."""
-    for attribute in source.kind(ast.Attribute):
-        if attribute.attr in ON_OPTIMIZERS:
-            yield source.finding(attribute, "symbol", f"optimizer.{attribute.attr}", WORKS)
-    for call in source.calls_named(*ATTRIBUTES):
-        name = call.args[1] if len(call.args) > 1 else None
-        if isinstance(name, ast.Constant) and name.value in ON_OPTIMIZERS:
-            yield source.finding(call, "symbol", f"optimizer.{name.value}", WORKS)

@@ -19,10 +19,9 @@ from ampcompat.tools.check.findings import UNSUPPORTED
 from ampcompat.tools.check.libraries import uses_of_apex
 from ampcompat.tools.check.source import Source
 from ampcompat.tools.check.symbols import MODULES, ON_OPTIMIZERS, canonical, verdict
+from ampcompat.tools.migrate.copied import NAME
 from ampcompat.tools.migrate.edits import Edits
 from ampcompat.tools.migrate.mentions import INSTALLED, is_apex, last_name, listed, looked_for, mentions, probes
-from ampcompat.tools.migrate.methods import Program, look_at_methods
-from ampcompat.tools.migrate.parts import NAME
 from ampcompat.tools.migrate.provided import attributes, has, takes
 from ampcompat.tools.migrate.replaced import (
     TO_FLOAT,
@@ -61,15 +60,14 @@ IN_PLACE_OF_CLASS = (
 IN_PLACE_OF_ARGUMENT = "the library calls apex itself; have it use torch's autocast, which it may call native"
 
 
-def rewrite_native(source: Source, package: str = "", program: Program | None = None) -> Result:
+def rewrite_native(source: Source, package: str = "") -> Result:
     """The source without apex, as far as ``native_amp`` and torch have what it uses.
 
     Args:
         source: The parsed source.
         package: The package that ``native_amp`` is in; ``""`` if it stands beside the script.
-        program: What is known of all files that are migrated together.
     """
-    return _Rewriting(source, package, program or Program({}, frozenset())).result()
+    return _Rewriting(source, package).result()
 
 
 class Use(NamedTuple):
@@ -87,11 +85,10 @@ class _Rewriting:
         left: Names of apex that are still used, by the symbol that their import names.
     """
 
-    def __init__(self, source: Source, package: str, program: Program) -> None:
+    def __init__(self, source: Source, package: str) -> None:
         self.source = source
         self.edits = Edits(source)
         self.package = package
-        self.program = program
         self.needs_amp = False
         self.needs_torch = False
         self.reads = _names_read(source)
@@ -119,7 +116,6 @@ class _Rewriting:
             self._import(plain)
         for statement in self.source.kind(ast.ImportFrom):
             self._import_from(statement)
-        look_at_methods(self.edits, self.program)
         self._libraries()
         if self.needs_torch and not _binds_torch(self.source):
             _import_torch(self.edits)
@@ -275,7 +271,7 @@ class _Rewriting:
 
     def _libraries(self) -> None:
         """Mark where a library is told to use apex, which it imports itself."""
-        for node, name in uses_of_apex(self.source, self.program.modules):
+        for node, name in uses_of_apex(self.source):
             if not isinstance(node, ast.alias):  # the import of a name does no harm
                 instead = IN_PLACE_OF_ARGUMENT if isinstance(node, ast.Constant) else IN_PLACE_OF_CLASS
                 self.edits.mark(node, f"{name}: {instead}")

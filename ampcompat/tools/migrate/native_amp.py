@@ -1,23 +1,25 @@
 """The functions of ``apex.amp`` that training scripts call, on plain ``torch.autocast``.
 
 ``ampcompat migrate --to native`` put this file here. It needs torch 2.4 or later and nothing else, and it is yours.
-Written by ampcompat with all of its parts.
+Written by ampcompat.
 
 One step of training, with a loss scale of 1024, that gives a weight a gradient of 3::
 
     model, optimizer = amp.initialize(model, optimizer)    # wraps model.forward and optimizer.step
     loss = criterion(model(x), y)                          # the model runs under autocast and returns float32
-    with amp.scale_loss(loss, optimizer) as scaled_loss:   # scaled_loss is loss * 1024
+    with amp.scale_loss(loss, optimizer) as scaled_loss:   # scaled_loss is loss * 1024; older gradients are set aside
         scaled_loss.backward()                             # the gradient is 3 * 1024 = 3072
-                                                           # at the end: divided by 1024, it is 3; an overflow
-                                                           # halves the scale, 2000 blocks without one double it
+                                                           # at the end: divided by 1024, it is 3, and older ones are
+                                                           # added; an overflow halves the scale, 2000 blocks without
+                                                           # one double it
     optimizer.step()                                       # left out after an overflow
     optimizer.zero_grad()                                  # gradients that overflowed stay until they are cleared
 
 What differs from apex:
 
 - Weights are float32 at every level. O2 and O3 are O1 with another loss scale, O5 is O4.
-- Casts hold in the model's forward. Code outside of it (a loss function, another method of the model) runs in float32.
+- Casts hold in the model's forward. Code outside of it (a loss function, another method of the model) runs in float32;
+  the first time that a part of the model does so, a warning has the line.
 - Operations follow autocast's lists. On a CPU these have pow, sum and norms in half, which may become inf there; apex,
   and autocast on CUDA, compute them in float32. Many CPUs have no LSTM in half ("could not create a primitive").
 - The backward of an ``autograd.Function`` of yours is not under autocast: decorate the class's two methods with
@@ -30,12 +32,13 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import gc  # <checkpoints>
+import gc
+import sys
 import types
-import warnings  # <checkpoints, unused_forwards>
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,17 +54,17 @@ LEVELS: dict[str, tuple[torch.dtype | None, str | float]] = {
 #: Before torch 2.7, weights that were cast under ``no_grad`` got no gradient from the rest of the same forward.
 CACHE_ENABLED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
 
-#: What the last call of ``initialize`` made, and the optimizers and models of all calls that are alive.
+#: What the last call of ``initialize`` made, and what is alive of all calls.
 _amp_state = types.SimpleNamespace(
     loss_scalers=[],
     opt_properties=None,
     verbosity=1,
     device_type="cpu",
     casts=True,  # whether models run under autocast
+    running_forwards=0,  # how many forwards of models are running
+    warned=False,  # whether the warning of code outside of autocast was given
     optimizers=weakref.WeakKeyDictionary(),  # in the order of their calls
-    # <unused_forwards>
-    models_to_watch=weakref.WeakSet(),  # models whose forward has not run yet
-    # </unused_forwards>
+    wrappers=weakref.WeakSet(),  # each DistributedDataParallel that has called a model
 )
 
 
@@ -77,22 +80,33 @@ class LossScaler:
         self._scale_seq_len = 2000
         self._unskipped = 0
         self._has_overflow = False
+        self._pending = False  # whether a block overflowed that has left its transition to the next one
 
     def loss_scale(self) -> float:
         """Return the scale."""
         return self._loss_scale
 
     def update(self, has_overflow: bool) -> None:
-        """Count a block, and move the scale."""
+        """Count a block, and those that have left it to this one, and move the scale."""
         self._has_overflow = has_overflow
-        if has_overflow:
-            self._loss_scale = max(self._loss_scale / 2, self._min_loss_scale)
+        if has_overflow or self._pending:
+            self._loss_scale = self.backed_off()
             self._unskipped = 0
+            self._pending = False
             return
         self._unskipped += 1
         if self.dynamic and self._unskipped >= self._scale_seq_len:
             self._loss_scale = min(self._loss_scale * 2, self._max_loss_scale)
             self._unskipped = 0
+
+    def leave_to_next(self, has_overflow: bool) -> None:
+        """Leave a block to the next one, which counts both."""
+        self._has_overflow = has_overflow
+        self._pending = self._pending or has_overflow
+
+    def backed_off(self) -> float:
+        """Return the scale after an overflow."""
+        return max(self._loss_scale / 2, self._min_loss_scale)
 
 
 def initialize(
@@ -133,7 +147,9 @@ def initialize(
     )
     _amp_state.device_type = _device_type_of(model_list)
     for model in model_list:
-        _wrap_forward(model, dtype if enabled else None, cast_model_outputs or torch.float32)
+        model = getattr(model, "_orig_mod", model)  # of torch.compile
+        if enabled or isinstance(model.forward, _Forward):
+            _wrap_forward(model, dtype if enabled else None, cast_model_outputs or torch.float32)
     for optimizer in optimizer_list:
         if enabled or hasattr(optimizer, "_amp_stash"):
             _wrap_step(optimizer)
@@ -155,41 +171,31 @@ class _Forward:
         self.device_type = device_type
         self.dtype = dtype
         self.output_dtype = output_dtype
-        self.has_run = False  # <unused_forwards>
 
-    # <forward_attributes>
     def __getattr__(self, name: str) -> Any:
         """Answer for the model's own forward, whose ``__code__`` and ``__name__`` some callers read."""
         if name == "__wrapped__":  # asked for while this is being copied
             raise AttributeError(name)
         return getattr(self.__wrapped__, name)
 
-    # </forward_attributes>
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.has_run = True  # <unused_forwards>
-        if self.dtype is None:
-            return self.__wrapped__(*args, **kwargs)
-        enabled = _amp_state.casts
-        with torch.autocast(self.device_type, self.dtype, enabled=enabled, cache_enabled=CACHE_ENABLED):
-            outputs = self.__wrapped__(*args, **kwargs)
-        outputs = _map(outputs, functools.partial(_cast_output, dtype=self.output_dtype))  # <retained_gradients>
-        return _map(outputs, functools.partial(_cast, dtype=self.output_dtype))
+        with _noted_forward():
+            if self.dtype is None:
+                return self.__wrapped__(*args, **kwargs)
+            with torch.autocast(self.device_type, self.dtype, _amp_state.casts, CACHE_ENABLED):
+                outputs = self.__wrapped__(*args, **kwargs)
+        return _map(outputs, functools.partial(_cast_output, dtype=self.output_dtype))
 
 
 def _wrap_forward(model: Any, dtype: torch.dtype | None, output_dtype: torch.dtype) -> None:
     """Make the forward of a model run under autocast in ``dtype``; None: as it did before amp."""
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
-    _amp_state.models_to_watch.discard(model)  # <unused_forwards>
     is_wrapped = isinstance(model.forward, _Forward)
-    if dtype is None and not is_wrapped:
-        return
     plain = model.forward.__wrapped__ if is_wrapped else model.forward
     model.forward = _Forward(plain, _device_type_of([model]), dtype, output_dtype)
-    model._replicate_for_data_parallel = types.MethodType(_replicate_for_data_parallel, model)  # <data_parallel>
-    # <unused_forwards>
-    if dtype is not None:
-        _amp_state.models_to_watch.add(model)
-    # </unused_forwards>
+    model._replicate_for_data_parallel = types.MethodType(_replicate_for_data_parallel, model)
+    if not is_wrapped:
+        for part in model.children():
+            part.register_forward_pre_hook(_warn_outside_of_autocast)
 
 
 def _device_type_of(models: list[Any]) -> str:
@@ -199,35 +205,51 @@ def _device_type_of(models: list[Any]) -> str:
     return (device_types - {"cpu"} or device_types).pop()
 
 
-# <data_parallel>
 def _replicate_for_data_parallel(model: Any) -> Any:
     """Make a replica for ``torch.nn.DataParallel``, whose forward uses the weights of the replica."""
-    model.forward.has_run = True  # <unused_forwards>
     replica = type(model)._replicate_for_data_parallel(model)
     replica.forward = copy.copy(model.forward)
     replica.forward.__wrapped__ = types.MethodType(model.forward.__wrapped__.__func__, replica)
     return replica
 
 
-# </data_parallel>
-# <unused_forwards>
-def _warn_of_unused_forwards() -> None:
-    """Warn once of a model whose weights have gradients while its forward has never run."""
-    for model in list(_amp_state.models_to_watch):
-        if not model.forward.has_run and all(param.grad is None for param in model.parameters()):
-            continue
-        _amp_state.models_to_watch.discard(model)
-        if not model.forward.has_run:
-            warnings.warn(
-                f"{type(model).__name__}.forward never ran, and only forward runs in half precision. If the loss comes "
-                f"from another method or a submodule, call that under torch.autocast({model.forward.device_type!r}, "
-                f"{model.forward.dtype}) and use .float() of what it returns.",
-                stacklevel=4,
-            )
+@contextlib.contextmanager
+def _noted_forward() -> Iterator[None]:
+    """Note that the forward of a model runs, and which DistributedDataParallel calls it."""
+    if torch.compiler.is_compiling():
+        yield
+        return
+    wrapper = getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    if wrapper is not None:
+        _amp_state.wrappers.add(wrapper)
+    _amp_state.running_forwards += 1
+    try:
+        yield
+    finally:
+        _amp_state.running_forwards -= 1
 
 
-# </unused_forwards>
-# <retained_gradients>
+def _warn_outside_of_autocast(part: Any, args: Any) -> None:
+    """Warn once where something else than the forward of a model calls a part of it, which then runs in float32."""
+    if torch.compiler.is_compiling() or _amp_state.running_forwards or _amp_state.warned or not _amp_state.casts:
+        return
+    device_type = _amp_state.device_type
+    properties = _amp_state.opt_properties
+    casts = properties is not None and properties.enabled and properties.cast_model_type is not None
+    if not casts or torch.is_autocast_enabled(device_type):
+        return
+    _amp_state.warned = True
+    caller = sys._getframe(1)
+    while caller.f_back is not None and caller.f_globals.get("__name__", "").partition(".")[0] == "torch":
+        caller = caller.f_back
+    message = (
+        f"{type(part).__name__} runs in float32 here: only the forward of a model is under autocast. Call this, or the"
+        f" method that it stands in, under torch.autocast({device_type!r}, {properties.cast_model_type}), and use"
+        " .float() of the result."
+    )
+    warnings.warn_explicit(message, UserWarning, caller.f_code.co_filename, caller.f_lineno)
+
+
 def _cast_output(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a copy in ``dtype`` of a tensor that a model returns.
 
@@ -248,7 +270,6 @@ def _cast_output(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return output
 
 
-# </retained_gradients>
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
@@ -274,15 +295,37 @@ def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 # -- losses ------------------------------------------------------------------------------------------------------------
 @dataclasses.dataclass(eq=False)
 class _Block:
-    """A ``scale_loss`` block: ``param._amp_block`` of each of its parameters while their gradients are scaled."""
+    """A ``scale_loss`` block: ``param._amp_block`` of each of its parameters while it is open.
 
+    Attributes:
+        params: The parameters of its optimizers, each once.
+        scale: What its loss is multiplied by.
+        older: What is set aside of gradients from before it.
+    """
+
+    optimizers: list[Any]
+    scaler: LossScaler
     params: dict[Any, None]
     scale: float
-    scaler: LossScaler
-    set_aside: list[tuple[Any, torch.Tensor, torch.Tensor]]  # see _set_aside
-    # <delayed_blocks>
-    earlier_scalers: list[LossScaler] = dataclasses.field(default_factory=list)  # of delayed blocks before it
-    # </delayed_blocks>
+    older: list[_Older]
+
+
+class _Older(NamedTuple):
+    """A gradient from before a block: its tensor, which is zero while the block is open, and what was in it."""
+
+    param: Any
+    gradient: torch.Tensor
+    version: int
+    value: torch.Tensor
+
+    def was_cleared(self) -> bool:
+        """Return whether the script cleared it in the block: then backward has made another, or none."""
+        new = self.param.grad
+        if new is None or new is self.gradient:
+            return new is None
+        # DistributedDataParallel may replace a gradient after it was added to; create_graph=True makes a new sum.
+        was_added_to = self.gradient._version > self.version
+        return not was_added_to and not new.requires_grad
 
 
 @contextlib.contextmanager
@@ -291,21 +334,14 @@ def scale_loss(
     optimizers: Any,
     loss_id: int = 0,
     model: Any = None,
-    # <delayed_blocks>
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
-    # </delayed_blocks>
 ) -> Iterator[torch.Tensor]:
-    """Yield the scaled loss. At the end, divide the gradients by the scale.
+    """Yield the scaled loss. At the end, divide the new gradients by the scale and add older ones.
 
-    If the block raises, set them to None (accumulated ones too). ``loss_id`` says which of the ``num_losses`` scales is
-    used; ``model`` is not.
-    # <delayed_blocks>
-
-    With ``delay_unscale=True``, the next block, step or ``master_params`` looks for an overflow, and moves the scale:
-    for all but the last of several backward passes before a step. Under ``DistributedDataParallel.no_sync()`` it is
-    needed, elsewhere it saves time. ``delay_overflow_check`` has no effect.
-    # </delayed_blocks>
+    So it ends also where it raises. After an overflow, optimizers that hold these gradients skip their next step,
+    whatever is cleared before it. ``loss_id`` says which of the ``num_losses`` scales is used; ``model`` is not. With
+    ``delay_unscale`` or ``delay_overflow_check``, the next block moves the scale, for both.
     """
     optimizer_list = _as_list(optimizers)
     scalers = _loss_scalers_of(optimizer_list)
@@ -317,28 +353,16 @@ def scale_loss(
     block = _begin(optimizer_list if scales else [], scaler)  # without parameters, it has nothing to do
     try:
         yield loss.float() * block.scale
-    # <explanations>
-    except RuntimeError as error:
-        _abandon(block)
+    except BaseException as error:
+        _end(block, moves_scale=False, has_failed=True)
         _explain_dtypes(error)
         raise
-    # </explanations>
-    except BaseException:
-        _abandon(block)
-        raise
-    # <delayed_blocks>
-    if delay_unscale:
-        _delay(block)
-        return
-    # </delayed_blocks>
-    _end(block)
-    _warn_of_unused_forwards()  # <unused_forwards>
+    _end(block, moves_scale=not (delay_unscale or delay_overflow_check))
 
 
-# <explanations>
-def _explain_dtypes(error: RuntimeError) -> None:
+def _explain_dtypes(error: BaseException) -> None:
     """Name the fix where half and float32 tensors do not fit in a backward pass."""
-    if "Half" not in str(error) and "BFloat16" not in str(error):
+    if not isinstance(error, RuntimeError) or ("Half" not in str(error) and "BFloat16" not in str(error)):
         return
     arguments = f"(device_type={_amp_state.device_type!r})"
     raise RuntimeError(
@@ -347,7 +371,6 @@ def _explain_dtypes(error: RuntimeError) -> None:
     ) from error
 
 
-# </explanations>
 def _loss_scalers_of(optimizers: list[Any]) -> list[LossScaler]:
     """Return the loss scalers of the call of ``initialize`` that was given the optimizers; none where amp is off."""
     if _amp_state.opt_properties is None:
@@ -362,102 +385,113 @@ def _loss_scalers_of(optimizers: list[Any]) -> list[LossScaler]:
     return loss_scalers
 
 
+@torch.no_grad()
 def _begin(optimizers: list[Any], scaler: LossScaler) -> _Block:
-    """Open a block, and multiply the gradients that are there by its scale: its end divides these, too."""
-    block = _Block(_params_of(optimizers), scaler.loss_scale(), scaler, [])
-    _refuse_scaled(block.params)
-    for optimizer in optimizers:
-        if _has_overflow_left(optimizer):
-            block.set_aside += _set_aside(_params_of([optimizer]))
-    _multiply(_gradients_of(block.params), block.scale)
+    """Open a block, and set older gradients aside.
+
+    Those of one process alone stay, multiplied by the scale: DistributedDataParallel averages them with the new ones.
+    """
+    block = _Block(optimizers, scaler, _params_of(optimizers), scaler.loss_scale(), [])
+    _refuse_open(block.params)
+    if any(optimizer._amp_stash.unaveraged for optimizer in optimizers):
+        _multiply(_gradients_of(block.params), block.scale)
+    else:
+        block.older = _set_aside(block.params)
     for param in block.params:
         param._amp_block = block
     return block
 
 
-def _end(block: _Block) -> None:
-    """Unscale the gradients of a block, move the scale, and note an overflow with the optimizers that use these."""
-    has_overflow = block.scaler.dynamic and not _are_finite(_gradients_of(block.params))
-    _unscale(block)
-    _take_delayed(block)  # <delayed_blocks>
-    _count(block, has_overflow)
+def _set_aside(params: Iterable[Any]) -> list[_Older]:
+    """Zero the gradients that are there, and return what was in them."""
+    there = [param for param in params if param.grad is not None]
+    values = [param.grad.clone() for param in there]
+    for param in there:
+        if param.grad.requires_grad:  # a script may differentiate through it
+            param.grad = torch.zeros_like(param.grad)
+    if there:
+        torch._foreach_zero_(_gradients_of(there))
+    return [_Older(param, param.grad, param.grad._version, value) for param, value in zip(there, values)]
 
 
+def _end(block: _Block, moves_scale: bool, has_failed: bool = False) -> None:
+    """End a block; where that raises, as without memory, clear its gradients: some may be scaled still."""
+    if not block.params:
+        return
+    try:
+        has_overflow = block.scaler.dynamic and not _are_finite(_gradients_of(block.params))
+        _unscale(block)
+    except BaseException:
+        for param in block.params:
+            param.grad = None
+        raise
+    finally:
+        for param in block.params:
+            del param._amp_block
+    if _is_unaveraged(block.params, has_failed):
+        for optimizer in block.optimizers:
+            optimizer._amp_stash.unaveraged[block.scaler] = None
+    else:
+        _count(block, has_overflow, moves_scale)
+
+
+@torch.no_grad()
 def _unscale(block: _Block) -> None:
-    """Divide the gradients of a block by its scale."""
+    """Divide the new gradients of a block by its scale, and add older ones that were not cleared in it."""
     _multiply(_gradients_of(block.params), 1 / block.scale)
-    for param, gradient, value in block.set_aside:
-        if param.grad is gradient:  # it was not cleared in the block
-            gradient += value
-    for param in block.params:
-        del param._amp_block
+    sums: list[torch.Tensor] = []
+    addends: list[torch.Tensor] = []
+    for one in block.older:
+        if one.was_cleared():
+            continue
+        new = one.param.grad
+        if new.is_sparse or one.value.is_sparse:
+            one.param.grad = new + one.value
+        else:
+            sums.append(new)
+            addends.append(one.value)
+    if sums:
+        torch._foreach_add_(sums, addends)
 
 
-def _count(block: _Block, has_overflow: bool) -> None:
-    """Move the scale after a block, and note an overflow with the optimizers that use its gradients."""
-    if block.params:
-        block.scaler.update(has_overflow)
-    # <delayed_blocks>
-    for scaler in block.earlier_scalers:
-        scaler.update(has_overflow)
-    # </delayed_blocks>
-    if has_overflow:
-        for optimizer in _amp_state.optimizers:
-            if not block.params.keys().isdisjoint(_params_of([optimizer])):
-                optimizer._amp_stash.overflowed = block.scaler
+def _count(block: _Block, has_overflow: bool, moves_scale: bool) -> None:
+    """Move the scale, or leave that to the next block; note an overflow with the optimizers that hold the gradients.
+
+    Scales of blocks that have left gradients to this one are moved, too: whose overflow it is, no process knows.
+    """
+    scalers = {block.scaler: None}
+    for optimizer in block.optimizers:
+        scalers.update(optimizer._amp_stash.unaveraged)
+        optimizer._amp_stash.unaveraged = {}
+    for scaler in scalers:
+        if moves_scale:
+            scaler.update(has_overflow)
+        else:
+            scaler.leave_to_next(has_overflow)
+    if not has_overflow:
+        return
+    for optimizer in _amp_state.optimizers:
+        if not block.params.keys().isdisjoint(_params_of([optimizer])):
+            optimizer._amp_stash.overflows.update(scalers)
 
 
-def _abandon(block: _Block) -> None:
-    """Drop the gradients of a block that raised."""
-    for param in block.params:
-        param.grad = None
-        del param._amp_block
+def _is_unaveraged(params: dict[Any, None], has_failed: bool) -> bool:
+    """Return whether gradients are of this process alone: under ``no_sync()``, or after an exception in one of several.
+
+    Scales stay equal in all processes, since they move with gradients that all of them have.
+    """
+    for wrapper in _amp_state.wrappers:
+        is_averaged = wrapper.require_backward_grad_sync and not has_failed
+        if not is_averaged and not params.keys().isdisjoint(wrapper.parameters()):
+            return True
+    return False
 
 
-def _refuse_scaled(params: Iterable[Any]) -> None:
+def _refuse_open(params: Iterable[Any]) -> None:
     if any(hasattr(param, "_amp_block") for param in params):
         raise RuntimeError("gradients of these parameters are still scaled; end the scale_loss block that is open")
 
 
-# <delayed_blocks>
-def _delay(block: _Block) -> None:
-    """Unscale the gradients of a block, and leave its overflow to the next block or step.
-
-    In ``no_sync`` of ``DistributedDataParallel``, only then all processes have it: their scales must stay equal. Until
-    then it is ``param._amp_delayed``. An overflow counts for the scales of all blocks that were delayed before it.
-    """
-    _unscale(block)
-    if not block.scaler.dynamic:
-        return
-    _take_delayed(block)
-    for param in block.params:
-        param._amp_delayed = block
-
-
-def _delayed_blocks_of(params: Iterable[Any]) -> list[_Block]:
-    """Return the delayed blocks of any of the parameters, which are delayed no longer."""
-    blocks = list(dict.fromkeys(param._amp_delayed for param in params if hasattr(param, "_amp_delayed")))
-    for block in blocks:
-        for param in block.params:
-            del param._amp_delayed
-    return blocks
-
-
-def _take_delayed(block: _Block) -> None:
-    """Have a block count for the delayed ones before it, too."""
-    for delayed in _delayed_blocks_of(block.params):
-        block.params |= delayed.params
-        scalers = [delayed.scaler, *delayed.earlier_scalers]
-        block.earlier_scalers += [scaler for scaler in scalers if scaler is not block.scaler]
-
-
-def _end_delayed(params: Iterable[Any]) -> None:
-    """Look for an overflow in the gradients of delayed blocks, and move the scale."""
-    for block in _delayed_blocks_of(params):
-        _count(block, not _are_finite(_gradients_of(block.params)))
-
-
-# </delayed_blocks>
 def _params_of(optimizers: Iterable[Any]) -> dict[Any, None]:
     """Return the parameters of optimizers, in order, each once."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -486,18 +520,8 @@ def _are_finite(gradients: list[torch.Tensor]) -> bool:
     return bool(torch.stack([norm.to(largest[0].device, torch.float32) for norm in largest]).isfinite().all())
 
 
-@torch.no_grad()
-def _set_aside(params: Iterable[Any]) -> list[tuple[Any, torch.Tensor, torch.Tensor]]:
-    """Zero gradients that overflowed: what is added is looked at. Return each with what it was."""
-    there = [(param, param.grad, param.grad.clone()) for param in params if param.grad is not None]
-    for _, gradient, _ in there:
-        gradient.zero_()
-    return there
-
-
 def master_params(optimizer: Any) -> Iterator[Any]:
     """Yield the parameters of an optimizer, which are their own masters, with unscaled gradients."""
-    _end_delayed(_params_of([optimizer]))  # <delayed_blocks>
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -506,22 +530,17 @@ def master_params(optimizer: Any) -> Iterator[Any]:
 def _wrap_step(optimizer: Any) -> None:
     """Make an optimizer skip its step after an overflow.
 
-    ``overflowed`` is the scaler of a block that overflowed since the last step; ``cleared`` the same, of gradients that
-    were cleared since: a script may have kept copies. ``skipped``: gradients that overflowed before the last step may
-    be left.
+    ``overflows``: scalers of blocks that overflowed since the last step. ``unaveraged``: scalers of blocks that have
+    left gradients of this process alone.
     """
-    optimizer._amp_stash = types.SimpleNamespace(
-        loss_scalers=_amp_state.loss_scalers, overflowed=None, cleared=None, skipped=False
-    )
+    optimizer._amp_stash = types.SimpleNamespace(loss_scalers=_amp_state.loss_scalers, overflows={}, unaveraged={})
     _amp_state.optimizers.pop(optimizer, None)
     _amp_state.optimizers[optimizer] = None
     step = optimizer.step
     if hasattr(step, "asks_amp"):
         return
-    # <fused_checkpoints>
     if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)):
         optimizer.register_load_state_dict_pre_hook(_as_torch_saves)
-    # </fused_checkpoints>
 
     @functools.wraps(getattr(step, "__func__", step))
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -532,74 +551,46 @@ def _wrap_step(optimizer: Any) -> None:
 
 
 def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Step, unless gradients overflowed. These stay: scripts look at them after the step."""
+    """Step, unless a block overflowed. Its gradients stay: scripts look at them after the step."""
     params = _params_of([optimizer])
-    _refuse_scaled(params)
-    _end_delayed(params)  # <delayed_blocks>
-    step = _with_checked_closure(optimizer, step)  # <closures>
-    reason = _reason_to_skip(optimizer)
-    if reason is None:
+    _refuse_open(params)
+    stash = optimizer._amp_stash
+    if stash.unaveraged:  # the script has averaged them itself
+        has_overflow = not _are_finite(_gradients_of(params))
+        for scaler in stash.unaveraged:
+            scaler.update(has_overflow and scaler.dynamic)
+        if has_overflow:
+            stash.overflows.update({scaler: None for scaler in stash.unaveraged if scaler.dynamic})
+        stash.unaveraged = {}
+    overflows = stash.overflows
+    stash.overflows = {}
+    if not overflows:
+        args = tuple(_checked(optimizer, argument) for argument in args)
+        kwargs = {name: _checked(optimizer, argument) for name, argument in kwargs.items()}
         return step(*args, **kwargs)
-    optimizer._amp_stash.overflowed = None
-    optimizer._amp_stash.skipped = True
     optimizer._opt_called = True  # what LR schedulers look at, to warn of steps that were forgotten
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if _amp_state.verbosity > 0 and not (distributed and torch.distributed.get_rank() > 0):
-        print(f"Gradient overflow.  Skipping step, {reason}")
+        for scaler in overflows:
+            scale = scaler.backed_off() if scaler._pending else scaler.loss_scale()
+            print(f"Gradient overflow.  Skipping step, loss scaler {scaler.loss_id} reducing loss scale to {scale}")
     return None
 
 
-def _has_overflow_left(optimizer: Any) -> bool:
-    """Return whether gradients that overflowed may be there. There are none any more once all are None."""
-    stash = optimizer._amp_stash
-    has_overflowed: bool = stash.overflowed is not None or stash.skipped
-    if has_overflowed and all(param.grad is None for param in _params_of([optimizer])):
-        stash.cleared = stash.overflowed or stash.cleared
-        stash.overflowed, stash.skipped, has_overflowed = None, False, False
-    return has_overflowed
+def _checked(optimizer: Any, closure: Any) -> Any:
+    """Make a closure raise where gradients overflow in it: its step cannot be undone."""
+    if not callable(closure):
+        return closure
+
+    def checked() -> Any:
+        loss = closure()
+        if optimizer._amp_stash.overflows:
+            raise RuntimeError("gradients overflowed in the closure of a step; pass a static loss_scale to initialize")
+        return loss
+
+    return checked
 
 
-def _reason_to_skip(optimizer: Any) -> str | None:
-    """Return why a step has to be skipped; None where it is made."""
-    stash = optimizer._amp_stash
-    if not _has_overflow_left(optimizer) and stash.cleared is None:
-        return None
-    scaler = stash.overflowed
-    if scaler is None:  # then it depends on what is there now
-        if _are_finite(_gradients_of(_params_of([optimizer]))):
-            stash.skipped, stash.cleared = False, None
-            return None
-        scaler = stash.cleared
-    stash.cleared = None
-    if scaler is None:
-        return "gradients that overflowed before were not cleared; call zero_grad"
-    return f"loss scaler {scaler.loss_id} reducing loss scale to {scaler.loss_scale()}"
-
-
-# <closures>
-def _with_checked_closure(optimizer: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a step raise where gradients overflow in its closure: it cannot be undone."""
-
-    def checked_step(*args: Any, **kwargs: Any) -> Any:
-        closure = args[0] if args else kwargs.pop("closure", None)
-        if not callable(closure):
-            return step(*args, **kwargs)
-
-        def checked() -> Any:
-            loss = closure()
-            if optimizer._amp_stash.overflowed is not None:
-                raise RuntimeError(
-                    "gradients overflowed in the closure of a step; pass a static loss_scale to initialize"
-                )
-            return loss
-
-        return step(checked, *args[1:], **kwargs)
-
-    return checked_step
-
-
-# </closures>
-# <functions>
 # -- functions ---------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
@@ -656,8 +647,6 @@ def _with_cast_arguments(function: Any, dtype: torch.dtype | None) -> Any:
     return wrapper
 
 
-# </functions>
-# <checkpoints>
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 def state_dict() -> dict[str, dict[str, float]]:
     """Return the loss scales, as apex saved them: of the last call, then of earlier ones whose optimizers are alive."""
@@ -690,8 +679,6 @@ def _living_scalers() -> list[LossScaler]:
     return scalers
 
 
-# </checkpoints>
-# <fused_checkpoints>
 def _as_torch_saves(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a checkpoint of apex's FusedAdam or FusedAdagrad as one of torch's optimizer.
 
@@ -708,6 +695,3 @@ def _as_torch_saves(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any
                 state[param] = {"step": step, **state[param]}
         groups.append(group)
     return {**state_dict, "state": state, "param_groups": groups}
-
-
-# </fused_checkpoints>

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Iterator
 
 from ampcompat.tools.check.source import Source
-from ampcompat.tools.migrate.parts import WHOLE
+from ampcompat.tools.migrate.copied import NAME, TEXT
 
 
 @functools.cache
 def _source() -> Source:
-    return Source(WHOLE.name, WHOLE.read_text("utf-8"))
+    return Source(f"{NAME}.py", TEXT)
 
 
 def has(name: str) -> bool:

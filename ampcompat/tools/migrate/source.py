@@ -8,7 +8,6 @@ from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.libraries import CLASSES
 from ampcompat.tools.check.source import Source
 from ampcompat.tools.check.symbols import ON_OPTIMIZERS
-from ampcompat.tools.migrate.methods import Program
 from ampcompat.tools.migrate.native import rewrite_native
 from ampcompat.tools.migrate.rename import rewrite_imports
 from ampcompat.tools.migrate.result import Result
@@ -19,14 +18,13 @@ MENTION = re.compile(rf"\b({'|'.join(('apex', *EXTENSIONS, *CLASSES))})\b")
 LEFT_BEHIND = re.compile(rf"\b({'|'.join(ON_OPTIMIZERS)})\b")
 
 
-def migrate_source(code: str, to: str = "ampcompat", package: str = "", program: Program | None = None) -> Result:
+def migrate_source(code: str, to: str = "ampcompat", package: str = "") -> Result:
     """Migrate one source text.
 
     Args:
         code: The source.
         to: ``"ampcompat"`` renames imports; ``"native"`` imports ``native_amp`` in the place of ``apex.amp``.
         package: For ``native``: the package that ``native_amp`` is in; ``""`` if it stands beside the script.
-        program: For ``native``: what is known of all files that are migrated together.
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: the source cannot be parsed.
@@ -35,8 +33,7 @@ def migrate_source(code: str, to: str = "ampcompat", package: str = "", program:
     if to not in TARGETS:
         raise ValueError(f"to={to!r} is not a target; use one of {', '.join(TARGETS)}")
     is_left_behind = to == "native" and LEFT_BEHIND.search(code) is not None
-    inherits = program is not None and program.may_inherit(code)
-    if not MENTION.search(code) and not is_left_behind and not inherits:
+    if not MENTION.search(code) and not is_left_behind:
         return Result(code)
     source = Source("", code)
-    return rewrite_imports(source) if to == "ampcompat" else rewrite_native(source, package, program)
+    return rewrite_imports(source) if to == "ampcompat" else rewrite_native(source, package)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ampcompat.tools.check.documents import is_notebook
@@ -11,9 +11,8 @@ from ampcompat.tools.check.files import SUFFIXES, Text, Unreadable, decode, is_n
 from ampcompat.tools.check.manifests import is_manifest, is_requirement, places
 from ampcompat.tools.check.split_lines import indent_of, lines_of
 from ampcompat.tools.migrate.change import Change
-from ampcompat.tools.migrate.home import Home, homes, imported
-from ampcompat.tools.migrate.methods import Program, program_of
-from ampcompat.tools.migrate.parts import NAME, PARTS, needed_by, parts_named_in, parts_of, written
+from ampcompat.tools.migrate.copied import NAME, TEXT
+from ampcompat.tools.migrate.home import homes
 from ampcompat.tools.migrate.result import MARK, Result
 from ampcompat.tools.migrate.source import MENTION, migrate_source
 
@@ -34,60 +33,25 @@ def migrate_paths(paths: Sequence[str | Path], to: str = "ampcompat") -> list[Ch
             wanted.setdefault(Path(place), name)
     changes = [migrate_file(file, name, to) for file, name in wanted.items()]
     if to == "native":
-        changes = _with_native_amp(changes, [Path(path).resolve() for path in paths])
+        changes = _with_native_amp(changes)
     return changes
 
 
-def _with_native_amp(changes: list[Change], paths: Sequence[Path]) -> list[Change]:
+def _with_native_amp(changes: list[Change]) -> list[Change]:
     """``changes`` with the imports of ``native_amp`` as each file has to write them, and with its copies."""
-    wanting = {change.path: _root_of(change) for change in changes if change.needs_amp}
     codes = {change.path: code for change in changes if (code := change.source()) is not None}
-    copies = [change for change in changes if is_native_amp(change.path.name, codes.get(change.path, ""))]
-    if not wanting and not copies:
-        return changes
-    found = homes(wanting, codes)
-    program = program_of(codes)
-    done = [_again(change, found.get(change.path), program) for change in changes]
-    wanted_in: dict[Path, Change] = {copy.path.parent: copy for copy in copies}
+    found = homes([change.path for change in changes if change.needs_amp], codes)
+    done: list[Change] = []
+    copies: dict[Path, Change] = {}
     for change in changes:
-        if change.path in found:
-            wanted_in.setdefault(found[change.path].folder, change)
-    parts = needed_by(_texts(changes, paths))
-    read_in = [path.parent if path.is_file() else path for path in paths]
-    kept = [change for change in done if change not in copies]
-    for folder, wanting_it in wanted_in.items():
-        is_wanted = any(home.folder == folder for home in found.values())
-        is_seen = any(path in (folder, *folder.parents) for path in read_in)
-        kept += _copy_in(folder, wanting_it, parts if is_seen else PARTS, is_wanted)
-    return kept
-
-
-def _again(change: Change, home: Home | None, program: Program) -> Change:
-    """Migrate the file again, now that it is known where ``native_amp`` goes, and what the other files have."""
-    if home is None and not change.todos and not program.models:
-        return change  # nothing in it depends on them
-    return migrate_file(change.path, change.name, "native", "" if home is None else home.package, program)
-
-
-def _texts(changes: Sequence[Change], paths: Sequence[Path]) -> Iterator[str | None]:
-    """The texts of a program: of what is migrated, and beside a single file of its neighbours. None: unreadable."""
-    seen: set[Path] = set()
-    for change in changes:
-        if change.path.suffix in (*SUFFIXES, ".ipynb") and change.path.name != f"{NAME}.py":
-            seen.add(change.path)
-            yield _text(change.path)
-    for path in paths:
-        if path.is_file():
-            beside = set(path.parent.glob("*.py")) - seen
-            yield from (_text(file) for file in sorted(beside) if file.name != f"{NAME}.py")
-            yield from (None for folder in imported(_text(path) or "") if (path.parent / folder).is_dir())
-
-
-def _text(file: Path) -> str | None:
-    try:
-        return decode(read(file)).code
-    except Unreadable:
-        return None
+        home = found.get(change.path)
+        if home is None:
+            done.append(change)
+            continue
+        done.append(migrate_file(change.path, change.name, "native", home.package))
+        for folder in home.copies():
+            copies.setdefault(folder, _copy_in(folder, _root_of(change)))
+    return done + [copy for copy in copies.values() if copy.changed or copy.notes]
 
 
 def _root_of(change: Change) -> Path:
@@ -95,41 +59,31 @@ def _root_of(change: Change) -> Path:
     return change.path.parents[len(Path(change.name).parts) - 1]
 
 
-def _copy_in(folder: Path, wanting: Change, parts: frozenset[str], is_wanted: bool) -> list[Change]:
-    """The copy in a folder: a new one, or one that has to get more parts.
+def _copy_in(folder: Path, root: Path) -> Change:
+    """The copy in a folder: a new one, or the one that is there, which stays as it is.
 
-    Args:
-        folder: Its folder.
-        wanting: A file that imports it, or the copy itself.
-        parts: The parts that the program needs.
-        is_wanted: Whether a file that is migrated now imports it.
+    Raises:
+        FileExistsError: Another file has its name.
     """
     path = folder / f"{NAME}.py"
-    name = Path(os.path.relpath(path, _root_of(wanting))).as_posix()
+    name = Path(os.path.relpath(path, root)).as_posix()
     if not path.exists():
-        return [Change(path, name, Text("", "utf-8"), written(parts), is_new=True)]
+        return Change(path, name, Text("", "utf-8"), TEXT, is_new=True)
     old = decode(read(path))
-    known = parts_of(old.code)
-    if known is not None:
-        return [Change(path, name, old, written(parts | known))]
-    named = parts_named_in(old.code)
-    if named is None and is_wanted:
+    if not is_native_amp(path.name, old.code):
         raise FileExistsError(
             f"{path} is there and is not what ampcompat writes; move it, or rename it and what imports it, and migrate"
             " again"
         )
-    lacking = sorted(parts - named) if named is not None else []
-    return [Change(path, name, problem=LACKING.format(", ".join(lacking)) if lacking else "")]
+    is_same = old.code == TEXT
+    return Change(path, name, notes=[] if is_same else [(1, OTHER_COPY)])
 
 
-#: What is said of a copy that is not replaced, and has too few parts.
-LACKING = (
-    "was changed, or another version wrote it, and lacks what the code now needs: {}; move it and migrate again, or "
-    "add what stands between these marks in the native_amp.py of ampcompat, and their names to its docstring"
-)
+#: What is said of a copy that is not the one of this version.
+OTHER_COPY = "it was changed, or another version of ampcompat wrote it; it stays. To have it anew, move it and migrate"
 
 
-def migrate_file(file: Path, name: str, to: str, package: str = "", program: Program | None = None) -> Change:
+def migrate_file(file: Path, name: str, to: str, package: str = "") -> Change:
     """Describe what becomes of one file.
 
     Args:
@@ -137,7 +91,6 @@ def migrate_file(file: Path, name: str, to: str, package: str = "", program: Pro
         name: Its path relative to the migrated directory.
         to: The target.
         package: For ``native``: the package that ``native_amp`` is in.
-        program: For ``native``: what is known of all files that are migrated together.
     """
     try:
         old = decode(read(file))
@@ -149,7 +102,7 @@ def migrate_file(file: Path, name: str, to: str, package: str = "", program: Pro
         if is_notebook(file.name):
             is_of_apex = MENTION.search(old.code) is not None
             return Change(file, name, problem=NOTEBOOKS[to] if is_of_apex else "")
-        result = migrate_source(code, to, package, program)
+        result = migrate_source(code, to, package)
         if result.code == old.code and not result.todos and not result.notes:
             return Change(file, name)
         old.encode(result.code)

@@ -52,6 +52,19 @@ def test_deep_and_odd_sources_give_findings(name):
         assert finding.kind in ("file", "symbol")
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "a.level = a.level\namp.initialize(m, o, opt_level=a.level)\n",
+        "m = n\nn = m\namp.initialize(m, o)\n",
+        "    f()\ndef f():\n" + "    f()\n" * 5_000,
+        "torch.nn.utils.clip_grad_norm_(p, 1)\np = q\nq = p\n",
+    ],
+)
+def test_names_and_functions_in_circles(code):
+    assert [finding for finding in scan_source(TRAIN.decode() + code) if finding.kind != "symbol"] == []
+
+
 @pytest.mark.parametrize("rest", ["print 'loss'\n", "x = (", "  x = 1", "<<<<<<< HEAD\nlr = 1\n>>>>>>> theirs\n"])
 def test_a_file_that_python_3_cannot_parse(rest):
     """It is an error if it uses apex, and the line is named."""
@@ -129,8 +142,7 @@ def test_exit_status_and_output(tmp_path, capsys):
     file.write_text("from apex import amp\n")
     status, shown = run(capsys, str(tmp_path))
     assert status == 0
-    assert "a.py:1:1: apex.amp works" in shown.out
-    assert "1 file: 1 works" in shown.out
+    assert shown.out == "1 file: 1 works\n"
     file.write_text("import apex.RNN\n")
     status, shown = run(capsys, str(file), "--format", "json")
     assert status == 1
@@ -148,7 +160,7 @@ def test_a_path_that_is_none_is_bad_usage(tmp_path, capsys, path):
 def test_terminal_escapes_in_names_are_shown_not_obeyed(tmp_path, capsys):
     (tmp_path / "\x1b[31mred\n.py").write_text("from apex import amp\n")
     (tmp_path / os.fsdecode(b"\xff.py")).write_text("from apex import amp\n")
-    status, shown = run(capsys, str(tmp_path))
+    status, shown = run(capsys, str(tmp_path), "--all")
     assert status == 0
     assert "\x1b" not in shown.out
     assert "\\x1b[31mred\\n.py:1:1: " in shown.out

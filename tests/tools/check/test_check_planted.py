@@ -20,12 +20,6 @@ PLANTED = {
         "loss.backward()",
         {"unscaled_backward": "error"},
     ),
-    "no block, but for a comment": (
-        "resume_checkpoint.py",
-        "with amp.scale_loss(loss, optimizer) as scaled_loss:\n            scaled_loss.backward()",
-        "# with amp.scale_loss(loss, optimizer) as scaled_loss:\n        loss.backward()",
-        {"unscaled_backward": "error"},
-    ),
     "no block at O1, in a method": (
         "trainer_class.py",
         "with amp.scale_loss(loss, self.optimizer) as scaled_loss:\n                scaled_loss.backward()\n"
@@ -45,30 +39,6 @@ PLANTED = {
         "                scaled_loss.backward()\n                self._clip()\n",
         {"clip_of_scaled_gradients": "error"},
     ),
-    "loss_id beyond num_losses": (
-        "imagenet.py",
-        "amp.scale_loss(loss, optimizer)",
-        "amp.scale_loss(loss, optimizer, loss_id=1)",
-        {"loss_id_out_of_range": "error"},
-    ),
-    "the whole checkpoint": (
-        "resume_checkpoint.py",
-        "amp.load_state_dict(checkpoint['amp'])",
-        "amp.load_state_dict(checkpoint)",
-        {"whole_checkpoint": "error"},
-    ),
-    "the level in the third place": (
-        "resume_checkpoint.py",
-        "opt_level=args.opt_level",
-        "args.opt_level",
-        {"level_as_enabled": "error"},
-    ),
-    "the level in the third place, O1 by default": (
-        "imagenet.py",
-        "opt_level=args.opt_level",
-        "args.opt_level",
-        {"level_as_enabled": "warning"},
-    ),
     "gradients edited at the level of an option": (
         "imagenet.py",
         "        optimizer.step()\n",
@@ -85,7 +55,7 @@ PLANTED = {
         "trainer_class.py",
         "scaled_loss.backward()",
         "loss.backward()",
-        {"backward_of_wrong_loss": "error"},
+        {"unscaled_backward": "error"},
     ),
 }
 

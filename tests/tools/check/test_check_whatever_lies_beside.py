@@ -1,16 +1,10 @@
 """A file has the same findings whatever lies beside it, unless an import ties the two."""
 
-import itertools
-
 import pytest
 from corpora import scripts, trees
-from trap_corpus import FALSE, TRUE
 
-from ampcompat.tools.check import scan
-from ampcompat.tools.check.facts import Facts
+from ampcompat.tools.check import scan, scan_source
 from ampcompat.tools.check.findings import ERROR
-from ampcompat.tools.check.judgement import judged
-from ampcompat.tools.check.source import Source
 
 HEAD = "import torch\nfrom apex import amp\n"
 BLOCK = "with amp.scale_loss(loss, opt) as scaled:\n    scaled.backward()\n"
@@ -83,16 +77,6 @@ def test_a_model_is_searched_in_a_program_that_uses_amp(tmp_path):
     assert traps(tmp_path, files) == {}
     files["main.py"] = "from model import Net\nfrom train import train\n"
     assert traps(tmp_path, files) == {("model.py", "overflowing_fill"): "warning"}
-    files["train.py"] += "from model import Net\n"
-    assert traps(tmp_path, files) == {("model.py", "overflowing_fill"): "error"}
-
-
-def test_a_plain_backward_pass_where_another_file_scales_losses(tmp_path):
-    """It may be the loss of a model that amp has not got."""
-    files = {"train.py": initialized('"O2"') + "loss.backward()\n", "engine.py": HEAD + BLOCK}
-    assert traps(tmp_path, files) == {("train.py", "unscaled_backward"): "error"}
-    files["train.py"] += "import engine\n"
-    assert traps(tmp_path, files) == {("train.py", "unscaled_backward"): "warning"}
 
 
 def test_the_calls_of_a_file_govern_it(tmp_path):
@@ -103,57 +87,12 @@ def test_the_calls_of_a_file_govern_it(tmp_path):
     assert traps(tmp_path, files) == {}
 
 
-# -- the corpora -------------------------------------------------------------------------------------------------------
-def facts(files):
-    """What is known of each file of a tree."""
-    return {path: Facts.of(Source(path, code)) for path, code in files.items()}
-
-
-REAL = {
-    **{f"scripts/{name}": facts({f"scripts/{name}": code}) for name, code in scripts().items()},
-    **{
-        name: facts({f"trees/{number}/{path}": code for path, code in files.items() if path.endswith(".py")})
-        for number, (name, files) in enumerate(trees().items())
-    },
-}
-SNIPPETS = {
-    f"snippets/{number}.py": facts({f"snippets/{number}.py": code})
-    for number, code in enumerate([*FALSE.values(), *(code for _, code in TRUE.values())])
-}
-UNITS = {**REAL, **SNIPPETS}
-
-
-def found_in(*units):
-    """The traps in some units together, by path."""
-    files = {path: known for unit in units for path, known in unit.items()}
-    return dict(judged(files))
-
-
-ALONE = {name: found_in(unit) for name, unit in UNITS.items()}
-
-
-def has_suspects(name):
-    return any(known.suspects for known in UNITS[name].values())
-
-
-def test_in_pairs():
-    pairs = [pair for pair in itertools.combinations(UNITS, 2) if any(map(has_suspects, pair))]
-    assert pairs
-    assert [
-        (one, other) for one, other in pairs if found_in(UNITS[one], UNITS[other]) != {**ALONE[one], **ALONE[other]}
-    ] == []
-
-
-def test_all_together():
-    alone = {path: findings for found in ALONE.values() for path, findings in found.items()}
-    assert found_in(*UNITS.values()) == alone
-    assert any(finding.level == ERROR for findings in alone.values() for finding in findings)
-
-
 #: What the name says is a mistake, which `migrate` has to keep.
 MISTAKEN = ("clip inside the block",)
+REAL = {**{f"scripts/{name}": {name: code} for name, code in scripts().items()}, **trees()}
 
 
 @pytest.mark.parametrize("name", [name for name in REAL if name not in MISTAKEN])
 def test_no_error_in_scripts_that_train_as_they_should(name):
-    assert [f for findings in ALONE[name].values() for f in findings if f.level == ERROR] == []
+    found = [finding for path, code in REAL[name].items() if path.endswith(".py") for finding in scan_source(code)]
+    assert [finding for finding in found if finding.level == ERROR] == []

@@ -100,15 +100,17 @@ def recorded(patch, skips):
     def watched(loader, module):
         exec_module(loader, module)
         if module.__name__.rpartition(".")[2] == "native_amp":
-            reason_to_skip = module._reason_to_skip
+            step = module._step
 
-            def noted(optimizer):
-                reason = reason_to_skip(optimizer)
-                if reason is not None:
-                    steps.of(optimizer).append(False)
-                return reason
+            def noted(optimizer, *args, **kwargs):
+                made = steps.of(optimizer)
+                before = len(made)
+                result = step(optimizer, *args, **kwargs)
+                if len(made) == before:
+                    made.append(False)
+                return result
 
-            module._reason_to_skip = noted
+            module._step = noted
 
     def stepping(optimizer, args, kwargs):
         made = steps.of(optimizer)

@@ -34,7 +34,7 @@ def test_a_right_loop_has_no_finding(home, tmp_path):
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize(
     ("mistake", "rule"),
-    [({"level": "02"}, "misspelt_level"), ({"inside": "loss.backward()"}, "backward_of_wrong_loss")],
+    [({"inside": "optimizer.step()"}, "step_in_block"), ({"inside": "loss.backward()"}, "unscaled_backward")],
 )
 def test_traps_are_found(home, mistake, rule, tmp_path):
     assert [finding.name for finding in findings(tmp_path, home, **mistake)] == [rule]

@@ -47,7 +47,10 @@ class Net(nn.Module):
         return Output(self.second(hidden), (hidden, {"x": x}))
 
     def loss(self, x):
-        return self.second(self.first(x)).pow(2).mean()
+        return self.infer(x).pow(2).mean()
+
+    def infer(self, x):
+        return self.second(self.first(x))
 
 
 def start(amp, model=None, make=lambda params: torch.optim.SGD(params, lr=0.1), **options):
@@ -261,21 +264,58 @@ def test_weights_that_are_first_used_without_gradients_get_some(amp):
     assert model.layer.weight.grad.any()
 
 
-def test_a_loss_that_no_forward_made_is_warned_of_once(amp):
+def caught(call):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        call()
+    return found
+
+
+@pytest.mark.parametrize("method", ["loss", "infer"])
+def test_a_method_that_runs_outside_of_autocast_is_named_once(amp, method):
+    """With the line that calls a part of the model, also where the forward has run, and no loss is scaled."""
+    model, _ = start(amp, Net())
+    model(X)
+    (found,) = caught(lambda: getattr(model, method)(X))
+    lines = inspect.getsource(sys.modules[__name__]).splitlines()
+    assert found.filename == __file__
+    assert "self.first(x)" in lines[found.lineno - 1]
+    assert "Linear runs in float32 here" in str(found.message)
+    assert f"torch.autocast({X.device.type!r}, torch.float16)" in str(found.message)
+    assert caught(lambda: getattr(model, method)(X)) == []
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O5"])
+def test_what_runs_as_it_is_meant_is_not_named(amp, level):
+    model, optimizer = start(amp, Net(), opt_level=level, max_loss_scale=2.0**10)
+
+    def run():
+        with amp.scale_loss(model(X).logits.sum(), optimizer) as scaled:
+            scaled.backward()
+        with torch.autocast(X.device.type, torch.bfloat16):
+            model.loss(X)
+        with amp.disable_casts():
+            model.loss(X)
+        torch.utils.checkpoint.checkpoint(model, X, use_reentrant=False).logits.sum().backward()
+        copy.deepcopy(model)(X)
+        if level == "O0":
+            model.loss(X)
+
+    assert caught(run) == []
+
+
+def test_a_model_that_leaves_amp_is_not_named(amp):
     model, optimizer = start(amp, Net())
-    for expected in (1, 0):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            with amp.scale_loss(model.loss(X), optimizer) as scaled:
-                scaled.backward()
-        assert len(caught) == expected
-    model, optimizer = start(amp, Net())
-    block = amp.scale_loss(model.loss(X), optimizer)
-    with (
-        pytest.warns(UserWarning, match=r"Net.forward never ran.*torch.autocast\('(cpu|cuda)', torch.float16\)"),
-        block as scaled,
-    ):
-        scaled.backward()
+    amp.initialize(model, optimizer, enabled=False)
+    assert caught(lambda: model.loss(X)) == []
+
+
+def test_a_model_that_is_loaded_where_amp_is_not_initialized_is_not_named(amp, monkeypatch):
+    model, _ = start(amp, Net())
+    saved = pickle.dumps(model)
+    copy_of_file(monkeypatch)
+    loaded = pickle.loads(saved)
+    assert caught(lambda: loaded.loss(X)) == []
 
 
 class Registered(nn.Linear):
@@ -302,7 +342,8 @@ def test_a_forward_of_the_instance(amp):
     model = Net()
     model.forward = model.second.forward
     start(amp, model)
-    assert torch.equal(model(X), model.second.half()(X.half()).float())
+    half = model.second.half()
+    assert torch.equal(model(X), nn.functional.linear(X.half(), half.weight, half.bias).float())
 
 
 def test_outputs_can_be_saved(amp):
@@ -372,15 +413,17 @@ def test_a_skipped_step_is_said_once(amp, capsys):
     assert not torch.equal(model.weight, before)
 
 
-def test_after_an_overflow_that_was_cleared_the_step_is_made(amp):
+def test_an_overflow_skips_one_step_whatever_is_cleared_before_it(amp):
     model, optimizer = start(amp, max_loss_scale=2.0**10)
     before = model.weight.detach().clone()
     for size in (float("inf"), 1.0):
         model.zero_grad()
-        with amp.scale_loss(model(X).sum() * size, optimizer) as scaled:
-            scaled.backward()
+        backward(amp, model, optimizer, size)
+    optimizer.step()
+    assert torch.equal(model.weight, before)
     optimizer.step()
     assert not torch.equal(model.weight, before)
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**9, "unskipped": 1}}
 
 
 @pytest.mark.parametrize("iterable", [dict.values, lambda made: iter(made.values()), lambda made: set(made.values())])
@@ -418,9 +461,8 @@ def test_sparse_gradients(amp):
     optimizer.zero_grad()
     with amp.scale_loss(model(words).sum() * float("inf"), optimizer) as scaled:
         scaled.backward()
-    for _ in range(2):
-        optimizer.step()
-        assert torch.equal(weight, before)
+    optimizer.step()
+    assert torch.equal(weight, before)
 
 
 def test_cleared_within_the_block(amp):
@@ -519,25 +561,14 @@ def test_gradients_that_overflowed_stay_until_they_are_cleared(amp):
     assert not torch.equal(model.weight, before)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_that_overflowed_and_were_never_cleared(amp, capsys, set_to_none):
+def test_each_overflow_of_an_accumulation_halves_the_scale(amp):
     model, optimizer = start(amp, max_loss_scale=2.0**10)
-    amp._amp_state.verbosity = 1
-    before = model.weight.detach().clone()
-    for size in (float("inf"), 1.0):
+    for size in (1.0, float("inf"), 1.0, float("inf")):
         backward(amp, model, optimizer, size)
-        optimizer.step()
-    assert torch.equal(model.weight, before)
-    assert "gradients that overflowed before were not cleared; call zero_grad" in capsys.readouterr().out
-    optimizer.zero_grad(set_to_none)
-    backward(amp, model, optimizer)
-    optimizer.step()
-    assert model.weight.isfinite().all()
-    assert not torch.equal(model.weight, before)
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**8, "unskipped": 0}}
 
 
-@pytest.mark.parametrize("clears_last", [False, True])
-def test_gradients_that_overflowed_and_are_brought_back_after_they_were_cleared(amp, capsys, clears_last):
+def test_gradients_that_overflowed_and_are_brought_back_after_they_were_cleared(amp, capsys):
     """As PCGrad does: it clears the gradients of each loss, and writes what it has made of copies of all."""
     model, optimizer = start(amp, max_loss_scale=2.0**10)
     amp._amp_state.verbosity = 1
@@ -547,8 +578,6 @@ def test_gradients_that_overflowed_and_are_brought_back_after_they_were_cleared(
         optimizer.zero_grad()
         backward(amp, model, optimizer, size)
         copies.append(model.weight.grad.clone())
-    if clears_last:
-        optimizer.zero_grad()
     model.weight.grad = sum(copies)
     optimizer.step()
     assert torch.equal(model.weight, before)
@@ -556,6 +585,89 @@ def test_gradients_that_overflowed_and_are_brought_back_after_they_were_cleared(
     optimizer.zero_grad()
     model.weight.grad = copies[1]
     optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
+def plain_gradients(model, sizes):
+    """What plain torch accumulates."""
+    model.zero_grad()
+    for size in sizes:
+        (model(X).pow(2).mean() * size).backward()
+    grads = [param.grad.clone() for param in model.parameters()]
+    model.zero_grad()
+    return grads
+
+
+@pytest.mark.parametrize("delay", ["delay_unscale", "delay_overflow_check", None])
+def test_accumulated_gradients_are_those_of_plain_torch(amp, delay):
+    model, optimizer = start(amp, max_loss_scale=2.0**10, opt_level="O0", loss_scale="dynamic")
+    sizes = (1.0, 0.5, 0.25)
+    expected = plain_gradients(model, sizes)
+    amp._amp_state.loss_scalers[0]._scale_seq_len = 1
+    for size in sizes:
+        backward(amp, model, optimizer, size, **({} if delay is None else {delay: size != 0.25}))
+    for param, grad in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(param.grad, grad)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_older_gradients_that_the_block_clears_are_gone(amp, set_to_none):
+    """By None, as ``zero_grad`` does; zeros in place are not seen, and they come back at its end, as under apex."""
+    model, optimizer = start(amp, max_loss_scale=2.0**10, opt_level="O0", loss_scale="dynamic")
+    once, twice = plain_gradients(model, (1.0,)), plain_gradients(model, (1.0, 1.0))
+    backward(amp, model, optimizer)
+    with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
+        optimizer.zero_grad(set_to_none)
+        scaled.backward()
+    assert torch.equal(model.weight.grad, once[0] if set_to_none else twice[0])
+
+
+def test_gradients_that_are_differentiated_are_added_up(amp):
+    model, optimizer = start(amp, max_loss_scale=2.0**10, opt_level="O0", loss_scale="dynamic")
+    expected = plain_gradients(model, (1.0, 1.0))
+    for _ in range(2):
+        with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled, warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch's, of a cycle
+            scaled.backward(create_graph=True)
+    assert torch.equal(model.weight.grad.detach(), expected[0])
+    optimizer.zero_grad()
+
+
+def test_a_delayed_overflow_is_counted_once_by_the_next_block(amp, capsys):
+    model, optimizer = start(amp, max_loss_scale=2.0**10)
+    amp._amp_state.verbosity = 1
+    before = model.weight.detach().clone()
+    backward(amp, model, optimizer, float("inf"), delay_unscale=True)
+    assert scale(amp) == 2.0**10
+    optimizer.step()
+    assert torch.equal(model.weight, before)
+    assert "reducing loss scale to 512.0" in capsys.readouterr().out
+    optimizer.zero_grad()
+    backward(amp, model, optimizer)
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**9, "unskipped": 0}}
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
+def test_an_end_that_raises_leaves_no_gradient(amp, monkeypatch):
+    model, optimizer = start(amp, max_loss_scale=2.0**10)
+    backward(amp, model, optimizer)
+    before = model.weight.detach().clone()
+
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    block = amp.scale_loss(model(X).pow(2).mean(), optimizer)
+    scaled = block.__enter__()
+    scaled.backward()
+    monkeypatch.setattr(torch, "_foreach_mul_", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        block.__exit__(None, None, None)
+    monkeypatch.undo()
+    assert model.weight.grad is None
+    optimizer.step()
+    assert torch.equal(model.weight, before)
+    train(amp, model, optimizer)
     assert not torch.equal(model.weight, before)
 
 
@@ -787,27 +899,22 @@ def test_a_step_and_a_block_inside_of_a_block_are_refused(amp):
     optimizer.step()
 
 
-def test_an_exception_in_a_block_leaves_everything_usable(amp):
-    model, optimizer = start(amp, max_loss_scale=2.0**10)
-    with amp.scale_loss(model(X).sum(), optimizer) as scaled:
-        scaled.backward()
-    with contextlib.suppress(KeyError), amp.scale_loss(model(X).sum(), optimizer) as scaled:
+@pytest.mark.parametrize("size", [1.0, float("inf")])
+def test_an_exception_in_a_block_leaves_what_the_block_has_added(amp, size):
+    """An overflow in it skips the step; the scale moves with the next block."""
+    model, optimizer = start(amp, max_loss_scale=2.0**10, opt_level="O0", loss_scale="dynamic")
+    before = model.weight.detach().clone()
+    expected = plain_gradients(model, (1.0, size))
+    backward(amp, model, optimizer)
+    with contextlib.suppress(KeyError), amp.scale_loss(model(X).pow(2).mean() * size, optimizer) as scaled:
         scaled.backward()
         raise KeyError
-    assert model.weight.grad is None
-    assert not torch.is_autocast_enabled("cpu")
+    torch.testing.assert_close(model.weight.grad, expected[0], equal_nan=True, rtol=0, atol=0)
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**10, "unskipped": 1}}
     optimizer.step()
+    assert torch.equal(model.weight, before) == (size != 1.0)
     train(amp, model, optimizer)
-
-
-def test_a_model_that_leaves_autocast_before_it_ran_is_not_looked_for(amp):
-    first, second = Net(), Net()
-    optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
-    amp.initialize(first, opt_level="O1", verbosity=0)
-    amp.initialize(first, opt_level="O0", verbosity=0)
-    amp.initialize(second, optimizer, opt_level="O1", verbosity=0)
-    with amp.scale_loss(second(X).logits.sum(), optimizer) as scaled:
-        scaled.backward()
+    assert scale(amp) == (2.0**10 if size == 1.0 else 2.0**9)
 
 
 def test_a_scale_whose_count_is_past_the_window_grows(amp):
@@ -816,39 +923,3 @@ def test_a_scale_whose_count_is_past_the_window_grows(amp):
     with amp.scale_loss(model(X).logits.sum(), optimizer) as scaled:
         scaled.backward()
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 16.0, "unskipped": 0}}
-
-
-def test_steps_count_a_delayed_block_of_optimizers_that_share_weights_once(amp):
-    model = Net()
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
-    amp.initialize(model, optimizers, opt_level="O1", max_loss_scale=8.0, verbosity=0)
-    with amp.scale_loss(model(X).logits.sum(), optimizers, delay_unscale=True) as scaled:
-        scaled.backward()
-    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 0
-    for optimizer in optimizers:
-        optimizer.step()
-    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 1
-
-
-def test_gradients_of_a_delayed_block_are_unscaled(amp):
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O0", loss_scale=8.0, verbosity=0)
-    model(X).logits.sum().backward()
-    grads = [param.grad.clone() for param in model.parameters()]
-    optimizer.zero_grad()
-    with amp.scale_loss(model(X).logits.sum(), optimizer, delay_unscale=True) as scaled:
-        scaled.backward()
-    for param, grad in zip(model.parameters(), grads, strict=True):
-        assert torch.equal(param.grad, grad)
-
-
-def test_an_overflow_counts_for_the_scales_of_delayed_blocks_too(amp):
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O1", num_losses=2, verbosity=0)
-    with amp.scale_loss(model(X).logits.sum(), optimizer, loss_id=0, delay_unscale=True) as scaled:
-        scaled.backward()
-    with amp.scale_loss(model(X).logits.sum() * float("inf"), optimizer, loss_id=1) as scaled:
-        scaled.backward()
-    assert [scaler["loss_scale"] for scaler in amp.state_dict().values()] == [2.0**15, 2.0**15]
