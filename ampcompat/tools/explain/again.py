@@ -1,4 +1,4 @@
-"""Run a forward again, and its backward, with every op looked at.
+"""Run a forward again, and its backward, under the probe.
 
 A batch that spoils the weights is lost once, and everything after it: no later step shows why. Where the forward is not
 what it was, or gives another result, nothing is concluded. The run that is observed stays bitwise what it was.
@@ -13,13 +13,12 @@ import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ampcompat.tools.core import Args, Kwargs, map_tree, observers, tensors_in
-from ampcompat.tools.explain.event import Event
+from ampcompat.tools.explain.birth import UNSEEN, Birth
 from ampcompat.tools.explain.places import Places
 from ampcompat.tools.explain.probe import Probe
 from ampcompat.tools.frames import script_line
@@ -28,6 +27,7 @@ from ampcompat.tools.tensors import is_finite, largest, readable
 
 #: How far a result may be from the same one, computed in half in another order, of the largest.
 ROUNDING = 0.01
+ANOTHER = "its forward could not be run again as it was"
 #: Objects whose attributes are not the model's, or never change.
 _NOT_OF_MODEL = (torch.nn.Module, torch.Tensor, type, types.FunctionType, types.MethodType, types.ModuleType)
 
@@ -88,22 +88,23 @@ class Forward:
         )
 
 
-@dataclass
-class Finding:
-    """What running a forward again has shown."""
+class Finding(NamedTuple):
+    """What running a forward again has shown.
 
-    event: Event | None = None  # the origin of what is not finite; None where everything stayed finite
-    entered: bool = False  # the gradient that came into the model was not finite already
-    differs: bool = False  # it has returned something else than in the run: it was not that forward
-    is_mask: bool = False  # the outputs have the -inf alone that the script has written, as for forbidden actions
-    largest: float = 0.0  # magnitude that it returned
+    Attributes:
+        birth: Where what is not finite was born; None where nothing was found.
+        known: In words, what is known then.
+    """
+
+    birth: Birth | None
+    known: str = ""
 
 
 def run_again(forward: Forward, backward: bool) -> Finding:
-    """Find the origin of what is not finite in the outputs of ``forward``, or with ``backward`` in its gradients."""
+    """Find the birth of what is not finite in the outputs of ``forward``, or with ``backward`` in its gradients."""
     model = forward.model()
     if model is None:
-        return Finding(differs=True)
+        return Finding(None, ANOTHER)
     leaves: list[torch.Tensor] = []
     places = Places([model], model, sys._getframe(), forward.called_at)
     probe = Probe(places)
@@ -114,23 +115,26 @@ def run_again(forward: Forward, backward: bool) -> Finding:
         with probe:
             outputs = tensors_in(model.forward(*args, **kwargs))
         if not forward.has_returned(outputs):
-            return Finding(differs=True)
-        event = probe.origin(outputs)
+            return Finding(None, ANOTHER)
+        birth = probe.origin(outputs)
         if not backward:
-            is_mask = event is not None and event.is_mask and not any(bool((out == torch.inf).any()) for out in outputs)
-            return Finding(event, is_mask=is_mask, largest=max(map(largest, outputs), default=0.0))
+            most = max(map(largest, outputs), default=0.0)
+            return Finding(birth, f"its forward, run again, returned values up to {most:.3g}")
         wanting = [output for output in outputs if output.requires_grad]
         pairs = [(output, grad) for output, grad in zip(wanting, forward.grads, strict=False) if grad is not None]
         if not all(is_finite(grad) for _, grad in pairs):
-            return Finding(event, entered=True)
+            return Finding(birth, "the gradient that came into the model was not finite")
         wanted = [*leaves, *(param for param in model.parameters() if param.requires_grad)]
-        if not pairs or not wanted:
-            return Finding(event)
-        returned, received = zip(*pairs, strict=True)
-        probe.received(received)
-        with probe:
-            grads = torch.autograd.grad(returned, wanted, received, allow_unused=True)
-        return Finding(probe.origin(grad for grad in grads if grad is not None) or event)
+        if pairs and wanted:
+            returned, received = zip(*pairs, strict=True)
+            for grad in received:
+                probe.made.note_scaled(grad)
+            with probe:
+                grads = torch.autograd.grad(returned, wanted, received, allow_unused=True)
+            birth = probe.origin(grad for grad in grads if grad is not None) or birth
+        if birth is not None and birth.kind == UNSEEN:
+            birth = None
+        return Finding(birth, "its forward and backward, run again, stayed finite")
 
 
 # -- the run stays what it was -----------------------------------------------------------------------------------------

@@ -1,64 +1,65 @@
-"""Gradients that are zero, by a low loss scale, the script or its loss: nothing overflows, nothing trains."""
+"""Gradients that are 0, as numbers: nothing overflows, and nothing trains."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from ampcompat.tools.core import Optimizer
-from ampcompat.tools.explain.lost import WINDOW
 from ampcompat.tools.explain.weights import gradients_of
 
 #: Below it, the largest gradient times the loss scale leaves next to nothing above float16's least number, 2 ** -24.
 SMALL = 2.0**-12
-#: Few gradients need a higher loss scale.
-USUAL_SCALE = 2.0**15
-#: The least share of zeros that is told of.
-LEAST_SHARE = 0.1
+#: So many steps in a row with gradients of 0 alone are told of.
+MANY = 20
 
 
-class Underflow(NamedTuple):
-    """A step whose gradients were too small for float16, or made 0 by the script, or 0 for many steps."""
+@dataclass(frozen=True)
+class Underflow:
+    """The gradients of a step that was made, in numbers.
+
+    Attributes:
+        step: The step.
+        scale: The loss scale.
+        largest: The largest gradient.
+        zeros: How many gradients were 0.
+        elements: Of how many.
+        before: The largest when their block ended, if all were 0 at the step; otherwise 0.
+        steps: How many steps in a row had gradients of 0 alone.
+    """
 
     step: int
-    share: float  # of its gradients that were 0
     scale: float
-    since: int  # the step from which on the scale was that low
-    before: float = 0.0  # the largest when their block ended, if the script has made them 0 since
-    zeros: int = 0  # how many steps in a row had gradients of 0 alone, if these are many
+    largest: float
+    zeros: int
+    elements: int
+    before: float
+    steps: int
 
     def __str__(self) -> str:
         if self.before:
             return (
-                f"the gradients of step {self.step} were all 0, though they reached {self.before:.3g} when their block"
-                " ended: look at what scales them after it, such as a clip by a norm whose squares are inf in float16"
+                f"the gradients of step {self.step} were all 0; when their block ended, the largest was"
+                f" {self.before:.3g}"
             )
-        if self.zeros:
-            too_low = "" if self.scale >= USUAL_SCALE else f"the loss scale, {self.scale:g}, is too low for them, or "
-            return (
-                f"the gradients of the last {self.zeros} steps were all 0: {too_low}the loss does not depend on the"
-                " weights there, as where a sum that is inf in float16 divides it"
-            )
-        since = "from the first step on" if self.since == 1 else f"since step {self.since}"
-        return (
-            f"{100 * self.share:.0f} % of the gradients of step {self.step} were 0 in float16: the loss scale was"
-            f" {self.scale:g} {since}, too low for them (a new dynamic one begins at 65536)"
-        )
+        scale = f"at a loss scale of {self.scale:g}"
+        if self.steps >= MANY:
+            return f"the gradients of the last {self.steps} steps were all 0, {scale}"
+        share = 100 * self.zeros / self.elements
+        return f"{share:.0f} % of the gradients of step {self.step} were 0, and the largest {self.largest:.3g}, {scale}"
 
 
 def underflow(
-    optimizer: Optimizer, step: int, largest: float, scale: float, since: int, before: float, steps_of_zeros: int
+    optimizer: Optimizer, step: int, scale: float, largest: float, before: float, steps: int
 ) -> Underflow | None:
-    """What became of gradients up to ``largest`` in a step; None where they were not too small. Reads the device.
+    """The gradients of ``optimizer`` in numbers, if they are next to 0 in float16, or were 0 for many steps.
 
-    Gradients that are all zero show nothing at a usual scale, unless many steps in a row have these: their loss may not
-    depend on the weights. Those that were not 0 ``before``, when their block ended, were made 0 since.
+    The arguments are those of :class:`Underflow`. Reads the device where the gradients are small.
     """
-    if largest == 0 and before:
-        return Underflow(step, 1.0, scale, since, before)
-    is_too_small = largest * scale < SMALL and (largest > 0 or scale <= 1)
-    if not is_too_small:
-        return Underflow(step, 1.0, scale, since, zeros=steps_of_zeros) if steps_of_zeros >= WINDOW else None
+    is_small = 0 < largest * scale < SMALL
+    are_zero = largest == 0 and (before > 0 or steps >= MANY or scale <= 1)
+    if not is_small and not are_zero:
+        return None
     grads = gradients_of(optimizer)
     zeros = sum(int((grad == 0).sum()) for grad in grads)
-    share = zeros / max(sum(grad.numel() for grad in grads), 1)
-    return Underflow(step, share, scale, since) if share >= LEAST_SHARE else None
+    elements = sum(grad.numel() for grad in grads)
+    return Underflow(step, scale, largest, zeros, elements, before, steps) if zeros else None

@@ -1,0 +1,219 @@
+"""The birth of a value that is not finite, as facts: plain data, and the lines that are told of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from ampcompat.tools.core import HALF_DTYPES
+from ampcompat.tools.dtypes import dtype_name
+from ampcompat.tools.explain import meanings
+from ampcompat.tools.explain.made import Made
+from ampcompat.tools.explain.meanings import Row
+from ampcompat.tools.explain.places import Place
+from ampcompat.tools.explain.tensor_facts import TensorFacts
+from ampcompat.tools.tensors import LARGEST
+from ampcompat.tools.words import counted
+
+#: Kinds of births, beside those of ``meanings.OUTSIDE``: an op made it of finite inputs; or another rank, or something
+#: else that was not seen.
+OP, UNSEEN = "op", "unseen"
+
+Lines = list[tuple[str, str]]
+
+
+@dataclass(eq=False)
+class Birth:
+    """The first value that is not finite: an op made it of finite inputs, or it came from outside.
+
+    Attributes:
+        kind: "op", or what came: "input", "parameter", "buffer", "tensor" (an argument of an op) or
+            "unseen" (of another rank, for instance).
+        name: The op, as in "mm"; or what came, as in "input 0 of Net".
+        place: Where it was made, or first used.
+        is_backward: Whether the autograd engine ran the op.
+        out: The result, or the tensor that came.
+        inputs: What the op was given.
+        numbers: The numbers among its arguments, by name.
+        float32: The largest magnitude that float32 gives of the same inputs; None where that is not known.
+        is_scaled: Whether it is a gradient that has the loss scale in it.
+        read: The storages of the parameters that ops had read before.
+        zero: How a 0 in its inputs was made of something else, if it was.
+        became: Where its inf became something else, and what: "NaN" or "0".
+    """
+
+    kind: str
+    name: str
+    place: Place
+    is_backward: bool
+    out: TensorFacts
+    inputs: list[TensorFacts] = field(default_factory=list)
+    numbers: dict[str, float] = field(default_factory=dict)
+    float32: float | None = None
+    is_scaled: bool = False
+    read: frozenset[int] = frozenset()
+    zero: Made | None = None
+    became: tuple[Place, str] | None = None
+
+    # -- what follows from them ----------------------------------------------------------------------------------------
+    @property
+    def is_written(self) -> bool:
+        """Whether the script wrote it as a number."""
+        return not all(map(math.isfinite, self.numbers.values()))
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether it is an inf that the script wrote, and nothing has become NaN by it."""
+        return any(map(math.isinf, self.numbers.values())) and self.became is None
+
+    @property
+    def is_held_by_float32(self) -> bool:
+        """Whether float32 holds what half does not."""
+        return self.out.dtype in HALF_DTYPES and self.float32 is not None and math.isfinite(self.float32)
+
+    def may_end_at_lower_scale(self, scale: float) -> bool:
+        """Whether it is a gradient that half holds without the loss ``scale``."""
+        return self.is_scaled and self.is_held_by_float32 and (self.float32 or 0.0) / scale <= LARGEST
+
+    @property
+    def called(self) -> str:
+        """What the script called, as in "softmax"; the op where it called none."""
+        return self.place.function or self.name
+
+    @property
+    def key(self) -> str:
+        """Two births with equal keys are one fault."""
+        if self.is_scaled and self.is_held_by_float32:
+            return "gradient"  # as the scale falls, they are born in one op after the other
+        where = self.place.module if self.place.line is None else self.place.line
+        return f"{self.kind} {self.name} {where} {self.is_backward}"
+
+    @property
+    def words(self) -> str:
+        """It in a few words, as in "log at train.py:17"."""
+        what = self.name
+        if self.kind == OP:
+            what = f"the backward of {self.called}" if self.is_backward else self.called
+        line = self.place.line
+        return what if line is None else f"{what} at {line.file}:{line.number}"
+
+    def row(self) -> Row:
+        """The row of the page that it is in."""
+        if self.kind != OP:
+            return meanings.OUTSIDE[self.kind]
+        if self.is_written:
+            return meanings.WRITTEN
+        if self._numbers_beyond_half():
+            return meanings.CONSTANT
+        if self.is_held_by_float32:
+            return meanings.GRADIENT if self.is_scaled else meanings.TOO_LARGE
+        names = (self.place.function.strip("_"), self.name.strip("_"), self.name)
+        return next((meanings.BY_OP[name] for name in names if name in meanings.BY_OP), meanings.UNDEFINED)
+
+    def _numbers_beyond_half(self) -> list[str]:
+        """The names of the numbers that the result's dtype does not hold."""
+        if self.out.dtype not in HALF_DTYPES:
+            return []
+        most = torch.finfo(self.out.dtype).max
+        return [name for name, number in self.numbers.items() if most < abs(number) < math.inf]
+
+    # -- in words ------------------------------------------------------------------------------------------------------
+    def lines(self, scale: float, is_dynamic: bool) -> Lines:
+        """What is told of it, as labels and texts.
+
+        Args:
+            scale: The loss scale of its block.
+            is_dynamic: Whether that moves.
+        """
+        lines = [] if self.place.line is None else [("line", str(self.place.line))]
+        if self.kind == OP:
+            lines += [("op", self._op()), ("module", self._module())]
+            lines += [("in", str(one)) for one in self.inputs]
+            lines += self._number_lines()
+            lines += [("out", str(self.out)), *self._float32_lines()]
+        else:
+            lines += [("what", f"{self.name} was not finite before"), ("in", str(self.out))]
+            lines += [("in", str(one)) for one in self.inputs]
+        if self.is_scaled:
+            lines.append(("scale", self._scale(scale, is_dynamic)))
+        if self.zero is not None:
+            lines.append(("zeros", _zeros(self.zero)))
+        if self.became is not None:
+            place, what = self.became
+            lines.append(("then", f"became {what} in {_at(place)}"))
+        return lines
+
+    def _op(self) -> str:
+        op = self.called if self.called.strip("_") == self.name.strip("_") else f"{self.called} (aten::{self.name})"
+        return f"{op}, in the {'backward' if self.is_backward else 'forward'}"
+
+    def _module(self) -> str:
+        place = self.place
+        if place.module is None:
+            return "outside of any module"
+        if not place.model or not place.module:
+            return f"{place.kind} itself"
+        return f"{place.module} ({place.kind}), in {place.model}"
+
+    def _number_lines(self) -> Lines:
+        if not self.numbers:
+            return []
+        beyond = self._numbers_beyond_half()
+        ends = f" ({_end_of(self.out.dtype)})" if beyond else ""
+        return [("numbers", ", ".join(f"{name}={number:g}" for name, number in self.numbers.items()) + ends)]
+
+    def _float32_lines(self) -> Lines:
+        if self.float32 is None:
+            return []
+        if self.is_held_by_float32:
+            return [("float32", f"gives up to {self.float32:.6g} of these inputs; {_end_of(self.out.dtype)}")]
+        return [("float32", f"gives {self.float32:g} of these inputs too")]
+
+    def _scale(self, scale: float, is_dynamic: bool) -> str:
+        text = f"the loss scale is {scale:g}, {'dynamic' if is_dynamic else 'static'}"
+        if not self.is_held_by_float32:
+            return text
+        return f"{text}; without it the gradient is {(self.float32 or 0.0) / scale:.3g}"
+
+    def as_dict(self) -> dict[str, object]:
+        """Its facts for a line of JSON."""
+        line = self.place.line
+        return {
+            "kind": self.kind,
+            "op": self.name,
+            "function": self.place.function,
+            "pass": "backward" if self.is_backward else "forward",
+            "module": self.place.module,
+            "file": None if line is None else line.file,
+            "line": None if line is None else line.number,
+            "source": None if line is None else line.source,
+            "inputs": [one.as_dict() for one in self.inputs],
+            "numbers": self.numbers,
+            "out": self.out.as_dict(),
+            "float32": self.float32,
+            "zeros": None if self.zero is None else _zeros(self.zero),
+            "became": None if self.became is None else self.became[1],
+        }
+
+
+def _zeros(made: Made) -> str:
+    called = made.place.function or made.op
+    if made.underflow is not None:
+        lost = made.underflow
+        text = f"{called} gave {counted(lost.zeros, 'zero')} where float32 gives up to {lost.float32:.3g}"
+    else:
+        hidden = "" if made.hidden is None else f", of {made.hidden.words},"
+        text = f"{called} was given inf{hidden} and gave 0"
+    return text if made.place.line is None else f"{text}, at {made.place.line}"
+
+
+def _at(place: Place) -> str:
+    """As in "softmax at train.py:17: p = x.softmax(-1)"."""
+    called = place.function or "an op"
+    return called if place.line is None else f"{called} at {place.line}"
+
+
+def _end_of(dtype: torch.dtype) -> str:
+    return f"{dtype_name(dtype)} ends at {torch.finfo(dtype).max:g}"
