@@ -10,6 +10,7 @@ import torch
 from ampcompat.tools.core import HALF_DTYPES
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain import meanings
+from ampcompat.tools.explain.call import CAST_OPS
 from ampcompat.tools.explain.made import Made
 from ampcompat.tools.explain.meanings import Row
 from ampcompat.tools.explain.places import Place
@@ -17,8 +18,7 @@ from ampcompat.tools.explain.tensor_facts import TensorFacts
 from ampcompat.tools.tensors import LARGEST
 from ampcompat.tools.words import counted
 
-#: Kinds of births, beside those of ``meanings.OUTSIDE``: an op made it of finite inputs; or another rank, or something
-#: else that was not seen.
+#: Kinds of births, beside those of ``meanings.OUTSIDE``: an op made it; another rank, or something else not seen, did.
 OP, UNSEEN = "op", "unseen"
 
 Lines = list[tuple[str, str]]
@@ -26,38 +26,27 @@ Lines = list[tuple[str, str]]
 
 @dataclass(eq=False)
 class Birth:
-    """The first value that is not finite: an op made it of finite inputs, or it came from outside.
-
-    Attributes:
-        kind: "op", or what came: "input", "parameter", "buffer", "tensor" (an argument of an op) or
-            "unseen" (of another rank, for instance).
-        name: The op, as in "mm"; or what came, as in "input 0 of Net".
-        place: Where it was made, or first used.
-        is_backward: Whether the autograd engine ran the op.
-        out: The result, or the tensor that came.
-        inputs: What the op was given.
-        numbers: The numbers among its arguments, by name.
-        float32: The largest magnitude that float32 gives of the same inputs; None where that is not known.
-        is_scaled: Whether it is a gradient that has the loss scale in it.
-        read: The storages of the parameters that ops had read before.
-        zero: How a 0 in its inputs was made of something else, if it was.
-        became: Where its inf became something else, and what: "NaN" or "0".
-    """
+    """The first value that is not finite: an op made it of finite inputs, or it came from outside."""
 
     kind: str
-    name: str
-    place: Place
-    is_backward: bool
-    out: TensorFacts
-    inputs: list[TensorFacts] = field(default_factory=list)
-    numbers: dict[str, float] = field(default_factory=dict)
-    float32: float | None = None
-    is_scaled: bool = False
-    read: frozenset[int] = frozenset()
-    zero: Made | None = None
-    became: tuple[Place, str] | None = None
+    name: str  # the op, as in "mm"; or what came, as in "input 0 of Net"
+    place: Place  # where it was made, or first used
+    is_backward: bool  # the autograd engine ran the op
+    out: TensorFacts  # the result, or the tensor that came
+    inputs: list[TensorFacts] = field(default_factory=list)  # what the op was given; the master of what came
+    numbers: dict[str, float] = field(default_factory=dict)  # among the arguments of the op
+    float32: float | None = None  # the largest magnitude that float32 gives of the same inputs, if known
+    gradient: Made | None = None  # how the gradient in its inputs was made, if it has the loss scale in it
+    read: frozenset[int] = frozenset()  # the storages of the parameters that ops had read before
+    zero: Made | None = None  # how a 0 in its inputs was made of something else
+    became: tuple[Place, str] | None = None  # where its inf became something else: "NaN" or "0"
 
     # -- what follows from them ----------------------------------------------------------------------------------------
+    @property
+    def is_scaled(self) -> bool:
+        """Whether it is a gradient that has the loss scale in it."""
+        return self.gradient is not None
+
     @property
     def is_written(self) -> bool:
         """Whether the script wrote it as a number."""
@@ -77,17 +66,25 @@ class Birth:
         """Whether it is a gradient that half holds without the loss ``scale``."""
         return self.is_scaled and self.is_held_by_float32 and (self.float32 or 0.0) / scale <= LARGEST
 
+    def grown_at(self, scale: float) -> Place | None:
+        """Where the gradient that a cast to half lost was first beyond half without the loss ``scale``; else None."""
+        if self.gradient is None or self.name not in CAST_OPS:
+            return None
+        made = self.gradient.grown_beyond(LARGEST * scale)
+        return None if made is None else made.place
+
     @property
     def called(self) -> str:
         """What the script called, as in "softmax"; the op where it called none."""
-        return self.place.function or self.name
+        return self.place.function or ("a cast" if self.name in CAST_OPS else self.name)
 
     @property
     def key(self) -> str:
         """Two births with equal keys are one fault."""
         if self.is_scaled and self.is_held_by_float32:
             return "gradient"  # as the scale falls, they are born in one op after the other
-        where = self.place.module if self.place.line is None else self.place.line
+        is_line_of_model = self.place.line is not None and not self.place.is_of_torch  # or that which has called it
+        where = self.place.line if is_line_of_model else self.place.module
         return f"{self.kind} {self.name} {where} {self.is_backward}"
 
     @property
@@ -121,12 +118,7 @@ class Birth:
 
     # -- in words ------------------------------------------------------------------------------------------------------
     def lines(self, scale: float, is_dynamic: bool) -> Lines:
-        """What is told of it, as labels and texts.
-
-        Args:
-            scale: The loss scale of its block.
-            is_dynamic: Whether that moves.
-        """
+        """What is told of it, as labels and texts; ``scale`` is the loss scale of its block."""
         lines = [] if self.place.line is None else [("line", str(self.place.line))]
         if self.kind == OP:
             lines += [("op", self._op()), ("module", self._module())]
@@ -138,6 +130,9 @@ class Birth:
             lines += [("in", str(one)) for one in self.inputs]
         if self.is_scaled:
             lines.append(("scale", self._scale(scale, is_dynamic)))
+        grown = self.grown_at(scale)
+        if grown is not None:
+            lines.append(("from", f"beyond half without the loss scale in the backward of {_at(grown)}"))
         if self.zero is not None:
             lines.append(("zeros", _zeros(self.zero)))
         if self.became is not None:
@@ -177,15 +172,17 @@ class Birth:
             return text
         return f"{text}; without it the gradient is {(self.float32 or 0.0) / scale:.3g}"
 
-    def as_dict(self) -> dict[str, object]:
-        """Its facts for a line of JSON."""
+    def as_dict(self, scale: float) -> dict[str, object]:
+        """Its facts for a line of JSON; ``scale`` is the loss scale."""
         line = self.place.line
+        grown = self.grown_at(scale)
         return {
             "kind": self.kind,
             "op": self.name,
             "function": self.place.function,
             "pass": "backward" if self.is_backward else "forward",
             "module": self.place.module,
+            "model": self.place.model,
             "file": None if line is None else line.file,
             "line": None if line is None else line.number,
             "source": None if line is None else line.source,
@@ -193,6 +190,8 @@ class Birth:
             "numbers": self.numbers,
             "out": self.out.as_dict(),
             "float32": self.float32,
+            "scale": scale,
+            "from": None if grown is None else str(grown.line),
             "zeros": None if self.zero is None else _zeros(self.zero),
             "became": None if self.became is None else self.became[1],
         }

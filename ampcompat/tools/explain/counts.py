@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from ampcompat.tools.words import counted, were
@@ -10,43 +9,33 @@ from ampcompat.tools.words import counted, were
 
 @dataclass
 class Counts:
-    """The counts of one rank, as plain data.
+    """The counts of one rank, as plain data."""
 
-    Attributes:
-        steps: Steps of all optimizers.
-        skipped: Those that were skipped.
-        blocks: ``scale_loss`` blocks.
-        blocks_since: Those after the last step.
-        most_blocks: The most from one step to the next.
-        lost: Of how many steps the "loss", the "gradients" or the "weights" were not finite.
-        told: In how many lost steps each birth was seen, by its words.
-        scales: For each loss whose scale moves, the first scale and the last.
-        spoiled_at: The step since which weights are not finite; 0 where they are.
-        at_end: What is not finite, or 0, at the end, in words.
-        warned: Mistakes that amp has warned of.
-    """
-
-    steps: int = 0
+    steps: int = 0  # of all optimizers
     skipped: int = 0
-    blocks: int = 0
-    blocks_since: int = 0
-    most_blocks: int = 1
-    lost: Counter[str] = field(default_factory=Counter)
-    told: Counter[str] = field(default_factory=Counter)
-    scales: dict[str, list[float]] = field(default_factory=dict)
-    spoiled_at: int = 0
-    at_end: list[str] = field(default_factory=list)
-    warned: list[str] = field(default_factory=list)
+    blocks: int = 0  # of ``scale_loss``
+    blocks_since: int = 0  # those after the last step
+    most_blocks: int = 1  # from one step to the next
+    lost: dict[str, int] = field(default_factory=dict)  # steps whose "loss", "gradients" or "weights" were not finite
+    told: dict[str, int] = field(default_factory=dict)  # lost steps in which each birth was seen, by its words
+    scales: dict[str, list[float]] = field(
+        default_factory=dict
+    )  # the first and the last of each loss whose scale moves
+    spoiled_at: int = 0  # the step since which weights are not finite
+    at_end: list[str] = field(default_factory=list)  # what is not finite, or 0, in words
+    warned: list[str] = field(default_factory=list)  # mistakes that amp has warned of
 
     def add_block(self) -> None:
         """Count a block."""
         self.blocks += 1
         self.blocks_since += 1
 
-    def add_step(self, is_skipped: bool) -> None:
-        """Count a step."""
+    def add_step(self, is_skipped: bool, lost: str) -> None:
+        """Count a step, and what of it was not finite, if anything was."""
         self.steps += 1
         self.skipped += is_skipped
+        if lost:
+            self.lost[lost] = self.lost.get(lost, 0) + 1
         self.most_blocks = max(self.most_blocks, self.blocks_since)
         self.blocks_since = 0
 

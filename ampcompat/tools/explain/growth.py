@@ -20,25 +20,15 @@ GROWN, LOOKBACK = 4.0, 20
 
 @dataclass(frozen=True)
 class Growth:
-    """A weight that has grown, and the loss at the same steps.
+    """A weight that has grown, and the loss at the same steps."""
 
-    Attributes:
-        parameter: Its qualified name; "" where no live model has it.
-        before: Its largest magnitude some steps ago.
-        after: The same after the last step.
-        steps: How many steps were made in between.
-        rates: The learning rates of these steps, the first and the last.
-        losses: The losses that were finite in these steps, the first and the last.
-        times: How many times larger it is, or than the usual weight was.
-    """
-
-    parameter: str
-    before: float
-    after: float
-    steps: int
-    rates: tuple[float, ...]
-    losses: tuple[float, ...]
-    times: float
+    parameter: str  # qualified name; "" where no live model has it
+    before: float  # its largest magnitude some steps ago
+    after: float  # and after the last step
+    steps: int  # that were made in between
+    rates: tuple[float, ...]  # the learning rates of these, the first and the last
+    losses: tuple[float, ...]  # the losses of these that were finite, the first and the last
+    times: float  # how many times larger it is, or than the usual weight was
 
     def __str__(self) -> str:
         text = f"{self.parameter or 'a weight'} went from {self.before:.4g} to {self.after:.4g}"

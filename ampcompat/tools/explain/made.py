@@ -41,6 +41,7 @@ class Made:
     place: Place
     has_zeros: bool = False
     is_scaled: bool = False  # it is a gradient that has the loss scale in it
+    largest: float = 0.0  # the largest magnitude of such a gradient
     underflow: Underflow | None = None
     hidden: Birth | None = None  # where the inf was born that the op was given, if it gave nothing but finite values
     sources: list[Made] = field(default_factory=list)  # of its inputs, as far as known
@@ -49,6 +50,13 @@ class Made:
     def is_division(self) -> bool:
         """Whether it was made by a division, which makes 0 of an inf."""
         return self.op.removesuffix("_") in _DIVISIONS
+
+    def grown_beyond(self, limit: float) -> Made | None:
+        """The op, this or one before, whose result is larger than ``limit``, and nothing before it is."""
+        if not self.largest > limit:
+            return None
+        before = max(self.sources, key=lambda one: one.largest, default=None)
+        return self if before is None else before.grown_beyond(limit) or self
 
 
 class MadeTensors:
@@ -64,7 +72,7 @@ class MadeTensors:
 
     def note_scaled(self, grad: torch.Tensor) -> None:
         """Note a gradient that has the loss scale in it, and from which others come."""
-        self._of_storages[storage(grad)] = Made("gradient", NOWHERE, is_scaled=True)
+        self._of_storages[storage(grad)] = Made("gradient", NOWHERE, is_scaled=True, largest=largest(grad))
 
     def note(self, call: Call, out: torch.Tensor, index: int, place: Place, hidden: Birth | None) -> None:
         """Note how ``out``, the result of ``call`` numbered ``index``, came about. Reads the device."""
@@ -75,15 +83,22 @@ class MadeTensors:
         zeros = out == 0
         has_zeros = bool(zeros.any())
         sources = self.of(call.inputs)
+        is_scaled = _torch.current_node() is not None and any(source.is_scaled for source in sources)
         self._of_storages[key] = Made(
             op=call.name,
             place=place,
             has_zeros=has_zeros,
-            is_scaled=_torch.current_node() is not None and any(source.is_scaled for source in sources),
+            is_scaled=is_scaled,
+            largest=largest(out) if is_scaled else 0.0,
             underflow=_underflow(call, out, index, place, zeros) if has_zeros else None,
             hidden=hidden,
             sources=sources,
         )
+
+    def gradient_in(self, call: Call) -> Made | None:
+        """How the largest input of ``call`` was made that has the loss scale in it; None where none has."""
+        scaled = [made for made in self.of(call.inputs) if made.is_scaled]
+        return max(scaled, key=lambda made: made.largest, default=None)
 
     def zero_in(self, call: Call) -> Made | None:
         """The nearest op before ``call`` that made a 0 of something else, in a chain of tensors with zeros."""

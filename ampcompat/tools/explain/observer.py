@@ -34,9 +34,9 @@ from ampcompat.tools.core import (
     was_skipped,
 )
 from ampcompat.tools.explain import meanings
+from ampcompat.tools.explain.again import Forwards
 from ampcompat.tools.explain.birth import Birth, Lines
 from ampcompat.tools.explain.counts import Counts
-from ampcompat.tools.explain.forwards import Forwards
 from ampcompat.tools.explain.growth import Growth
 from ampcompat.tools.explain.meanings import Row
 from ampcompat.tools.explain.messages import Message
@@ -44,7 +44,7 @@ from ampcompat.tools.explain.misuse import warned
 from ampcompat.tools.explain.ranks import Ranks
 from ampcompat.tools.explain.steps import Block, Steps
 from ampcompat.tools.explain.telling import Telling
-from ampcompat.tools.explain.underflow import Underflow, underflow
+from ampcompat.tools.explain.underflow import underflow
 from ampcompat.tools.explain.watch import Watch
 from ampcompat.tools.explain.weights import lost_gradients
 from ampcompat.tools.explain.written import first_written
@@ -87,7 +87,7 @@ class OverflowExplainer:
         self.counts = Counts()
         self.steps: weakref.WeakKeyDictionary[Optimizer, Steps] = weakref.WeakKeyDictionary()
         self._first_blocks: dict[LossScaler, Block] = {}  # of the scalers whose scale moves
-        self._underflow: Underflow | None = None  # of the latest step
+        self._underflow = ""  # gradients of 0 in the latest step, in words
         self._is_spoiling_told = False  # whether it was told what has left weights that are not finite
 
     # -- events --------------------------------------------------------------------------------------------------------
@@ -128,14 +128,12 @@ class OverflowExplainer:
 
     @_unwatched
     def on_gradients(self, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
-        """Look at the gradients too at static scales: one host sync a block. At dynamic ones, after a step of zeros."""
+        """Look at the gradients too at static scales, which skip no step: one host sync a block."""
         all_steps = self._steps_of(optimizers)
         if not optimizers:
             self.watch.after_step(None)  # for the gradient of an input: no step follows
         if any(steps.lost for steps in all_steps):
             return
-        for steps in all_steps:
-            steps.end_block()
         grads = [] if scaler.dynamic else lost_gradients(optimizers)
         if grads:
             self._look_into("gradients", "a gradient of {} is not finite", all_steps, Block(scaler), grads)
@@ -169,9 +167,7 @@ class OverflowExplainer:
                 steps.lost = "gradients"
                 self._look_at_skipped(steps)
         finally:  # what is told may end the script, which may catch that
-            self.counts.add_step(is_skipped)
-            if steps.lost:
-                self.counts.lost[steps.lost] += 1
+            self.counts.add_step(is_skipped, steps.lost)
             steps.lost, steps.is_told = "", False
             self.forwards.after_step()
             self.watch.after_step(optimizer)
@@ -182,12 +178,12 @@ class OverflowExplainer:
         were_finite = steps.weights.are_finite
         largest = steps.weights.look_after_step(steps.optimizer)
         steps.steps_of_zeros = steps.steps_of_zeros + 1 if largest == 0 else 0
-        self._underflow = None
-        if largest is not None and steps.blocks and steps.weights.history.last_loss != 0:
+        self._underflow = ""
+        if largest is not None and steps.blocks:
             scale = min(block.scale for block in steps.blocks.values())
-            self._underflow = underflow(
-                steps.optimizer, steps.seen, scale, largest, steps.largest_of_block, steps.steps_of_zeros
-            )
+            told = underflow(steps.optimizer, steps.seen, scale, largest, steps.steps_of_zeros)
+            has_learned_all = bool(told) and steps.weights.history.last_loss == 0
+            self._underflow = "" if has_learned_all else told
         if were_finite and not steps.weights.are_finite:
             if not steps.lost:
                 self._look_at_written(steps)
@@ -208,11 +204,11 @@ class OverflowExplainer:
         if written is None:
             return
         steps.lost, steps.is_told = "weights", True
-        growth = steps.weights.history.growth(steps.optimizer, None)
-        lines = _with_growth(growth, written.lines(), meanings.STEP)
+        growth = self._growth(None)
+        lines = _with_growth(growth, written.lines, meanings.STEP)
         if steps.had_old_gradients:
             lines.insert(-2, ("before", "its gradients were not finite before its first block"))
-        content = {**written.as_dict(), **_content(growth, meanings.STEP, steps.seen)}
+        content = {**written.content, **_content(growth, meanings.STEP, steps.seen)}
         self._tell(written.words, written.words, f"{name}: {written.words}", lines, content)
 
     def _look_at_skipped(self, steps: Steps) -> None:
@@ -243,7 +239,9 @@ class OverflowExplainer:
                 self._tell_unknown(case, "no op that was seen made it")
         elif persists and steps.held is not None:
             self._tell_birth(steps.held, case)
-        elif persists or steps.has_been_made_at(block):
+        elif persists:
+            self._tell_unknown(case, "no op that was seen made it")
+        elif steps.has_been_made_at(block):
             self.watch.arm()
         if steps.skips % SKIPS_TO_A_WATCH == 0:
             self.watch.arm(1)
@@ -280,12 +278,11 @@ class OverflowExplainer:
                 steps.weights.look(optimizer)  # so that the next step is not blamed for what `data` has written
             if not self._are_weights_finite():
                 self.counts.spoiled_at, self._is_spoiling_told = case.number, True
-        grown = [steps.weights.history.growth(optimizer, birth.read) for optimizer, steps in self.steps.items()]
-        growth = max((one for one in grown if one is not None), key=lambda one: one.times, default=None)
+        growth = self._growth(birth.read)
         scale, is_dynamic = case.block.scale, case.block.scaler.dynamic
         row = birth.row()
         lines = _with_growth(growth, birth.lines(scale, is_dynamic), row)
-        content = {**birth.as_dict(), "scale": scale, **_content(growth, row, case.number)}
+        content = {**birth.as_dict(scale), **_content(growth, row, case.number)}
         number = list(self.steps.values()).index(case.steps[0]) if case.steps and birth.is_scaled else ""
         key = f"{birth.key} {number}"
         if not self.telling.is_known(key):
@@ -301,9 +298,15 @@ class OverflowExplainer:
         """Watch the next steps; tell, once, that a birth was not found."""
         steps = self.watch.arm()
         more = f"; the next {steps} steps are watched as they run" if steps else ""
-        self.telling.tell_unknown(
-            f"{case.head}; {known}{more}", [("see", meanings.see([meanings.UNKNOWN]))], case.number
-        )
+        growth = self._growth(None)
+        lines = _with_growth(growth, [], meanings.UNKNOWN)
+        content = _content(growth, meanings.UNKNOWN, case.number)
+        self.telling.tell_unknown(f"{case.head}; {known}{more}", lines, content)
+
+    def _growth(self, read: frozenset[int] | None) -> Growth | None:
+        """The weight of any optimizer that has grown most, of those that were ``read``."""
+        grown = [steps.weights.history.growth(optimizer, read) for optimizer, steps in self.steps.items()]
+        return max((one for one in grown if one is not None), key=lambda one: one.times, default=None)
 
     def _are_weights_finite(self) -> bool:
         return all(steps.weights.are_finite for steps in self.steps.values())
@@ -329,7 +332,7 @@ class OverflowExplainer:
         if counts.steps == 0 and counts.blocks == 0:
             birth = self.forwards.find_in_latest()  # of a script that leaves out each batch
             head = "no step was made, and no scale_loss block begun; the last forward returned what is not finite."
-            return [] if birth is None else [Message("verdict", head, birth.lines(1.0, False), birth.as_dict())]
+            return [] if birth is None else [Message("verdict", head, birth.lines(1.0, False), birth.as_dict(1.0))]
         if counts.steps == 0 and self.telling.steps:
             return []  # explain itself has ended the script
         if 2 * counts.skipped > counts.steps and not self.telling.steps:
@@ -353,13 +356,13 @@ class OverflowExplainer:
 
     def _fill(self, counts: Counts) -> None:
         """Add to the counts what is known at the end."""
-        counts.told = self.telling.steps
+        counts.told = dict(self.telling.steps)
         counts.warned = warned()
         for scaler, first in self._first_blocks.items():
             of = f" of loss {scaler.loss_id}" if len(self._first_blocks) > 1 else ""
             counts.scales[of] = [first.scale, _scale_of(scaler)]
-        if self._underflow is not None:
-            counts.at_end.append(str(self._underflow))
+        if self._underflow:
+            counts.at_end.append(self._underflow)
         if counts.blocks_since and lost_gradients(list(self.steps)):
             counts.at_end.append("gradients are not finite, and were not cleared")
 
@@ -367,7 +370,7 @@ class OverflowExplainer:
         """The rows of the page that the counts belong to."""
         counts = self.counts
         rows = [meanings.SKIPPED] if counts.skipped and not counts.told else []
-        rows += [meanings.ZEROS] if self._underflow is not None else []
+        rows += [meanings.ZEROS] if self._underflow else []
         return rows + ([meanings.NO_STEP] if counts.blocks_since > counts.most_blocks or not counts.steps else [])
 
     def _whose(self, ranks: list[int], found: Mapping[int, Counts]) -> str:

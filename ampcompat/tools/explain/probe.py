@@ -201,7 +201,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out=TensorFacts.of("result", out),
             inputs=[TensorFacts.of(call.name_of(one), call.before(one)) for one in call.inputs],
             numbers=call.numbers,
-            is_scaled=backward and any(source.is_scaled for source in self.made.of(call.inputs)),
+            gradient=self.made.gradient_in(call),
             read=frozenset(self._read),
         )
         if out.dtype in HALF_DTYPES:

@@ -41,7 +41,6 @@ class Steps:
         self.blocks: dict[LossScaler, Block] = {}  # the last of each scaler, since the step before
         self.weights = Weights(optimizer)
         self.steps_of_zeros = 0  # how many in a row, up to the last that was made, had gradients of 0 alone
-        self.largest_of_block = 0.0  # the largest gradient when the last block ended; looked at after such a step
         self.had_old_gradients = False  # gradients that were not finite, before the first block since the step before
         self.held: Birth | None = None  # of gradients that a lower loss scale may hold
         self._last: deque[bool] = deque(maxlen=WINDOW)  # whether they were skipped
@@ -66,12 +65,6 @@ class Steps:
         if self.lost and not any(map(largest, gradients_of(self.optimizer))):
             self.lost = ""  # the script has dropped that batch, and cleared its gradients
         self.weights.look_at_written(self.optimizer)
-
-    def end_block(self) -> None:
-        """Look at the gradients, if those of the latest step were all 0: does the script make them so after a block?"""
-        self.largest_of_block = 0.0
-        if self.steps_of_zeros:
-            self.largest_of_block = max(map(largest, gradients_of(self.optimizer)), default=0.0)
 
     def end(self, is_skipped: bool) -> None:
         """Note that a step was made or skipped."""

@@ -56,11 +56,11 @@ class Telling:
         if len(self._words) == self.limit:
             self._end()
 
-    def tell_unknown(self, head: str, lines: Lines, step: int) -> None:
+    def tell_unknown(self, head: str, lines: Lines, content: Mapping[str, object]) -> None:
         """Tell, once, and where nothing was told, that no birth was found."""
         if not self._has_told_unknown and not self._words:
             self._has_told_unknown = True
-            Message("unknown", f"{head}.", lines, {"step": step}).emit(self.json)
+            Message("unknown", f"{head}.", lines, content).emit(self.json)
 
     def _end(self) -> None:
         if not self.stop:

@@ -14,41 +14,30 @@ SHOWN_ROWS = 8
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """One tensor, as it was when it was looked at.
-
-    Attributes:
-        name: What it is called, as in "input" or "exp_avg_sq".
-        dtype: Its dtype.
-        shape: Its shape.
-        least: The least of its finite values; None where none is finite.
-        most: The largest of them.
-        zeros: How many values are 0.
-        not_finite: How many values are inf or NaN.
-        elements: How many values there are.
-        rows: The rows that hold inf or NaN; none where all rows do.
-    """
+    """One tensor, as it was when it was looked at."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    least: float | None
+    least: float | None  # of its finite values; None where none is finite
     most: float | None
     zeros: int
     not_finite: int
     elements: int
-    rows: tuple[int, ...]
+    rows: tuple[int, ...]  # that hold what is not finite; none where all rows do
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> TensorFacts:
         """Look at ``tensor``. Reads the device."""
         values = tensor.detach()
         finite = values[torch.isfinite(values)]
+        least, most = (finite.min(), finite.max()) if finite.numel() else (None, None)
         return cls(
             name=name,
             dtype=values.dtype,
             shape=tuple(values.shape),
-            least=float(finite.min()) + 0.0 if finite.numel() else None,  # 0 for -0
-            most=float(finite.max()) + 0.0 if finite.numel() else None,
+            least=None if least is None else float(least) + 0.0,  # 0 for -0
+            most=None if most is None else float(most) + 0.0,
             zeros=int((finite == 0).sum()),
             not_finite=values.numel() - finite.numel(),
             elements=values.numel(),
@@ -56,20 +45,16 @@ class TensorFacts:
         )
 
     def __str__(self) -> str:
-        text = f"{self.name} {dtype_name(self.dtype)} {list(self.shape)}"
-        facts = []
-        if self.least is not None:
-            facts.append(f"{self.least:.4g} .. {self.most:.4g}")
+        facts = [] if self.least is None else [f"{self.least:.4g} .. {self.most:.4g}"]
         if self.zeros:
-            facts.append(f"{_of(self.zeros, self.elements)} 0")
+            facts.append(f"{self._of(self.zeros)} 0")
         if self.not_finite:
-            facts.append(self.lost)
+            facts.append(f"{self._of(self.not_finite)} not finite{_in_rows(self.rows)}")
+        text = f"{self.name} {dtype_name(self.dtype)} {list(self.shape)}"
         return f"{text}: {', '.join(facts)}" if facts else text
 
-    @property
-    def lost(self) -> str:
-        """As in "3 of 32 are not finite, in rows 2, 5"."""
-        return f"{_of(self.not_finite, self.elements)} not finite{_in_rows(self.rows)}"
+    def _of(self, count: int) -> str:
+        return f"{count} of {self.elements} {'is' if count == 1 else 'are'}"
 
     def as_dict(self) -> dict[str, object]:
         """The same for a line of JSON."""
@@ -77,16 +62,11 @@ class TensorFacts:
 
 
 def _lost_rows(values: torch.Tensor) -> tuple[int, ...]:
-    """The rows that hold what is not finite; none where all do, or where there is one row."""
     if values.dim() < 2 or len(values) < 2:
         return ()
     is_lost = ~torch.isfinite(values).flatten(1).all(1)
     rows: list[int] = is_lost.nonzero().flatten().tolist()
     return () if len(rows) == len(values) else tuple(rows)
-
-
-def _of(count: int, elements: int) -> str:
-    return f"{count} of {elements} {'is' if count == 1 else 'are'}"
 
 
 def _in_rows(rows: tuple[int, ...]) -> str:
