@@ -11,7 +11,6 @@ from ampcompat.tools.core import HALF_DTYPES
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain import meanings
 from ampcompat.tools.explain.call import CAST_OPS
-from ampcompat.tools.explain.made import Made
 from ampcompat.tools.explain.meanings import Row
 from ampcompat.tools.explain.places import Place
 from ampcompat.tools.explain.tensor_facts import TensorFacts
@@ -21,7 +20,46 @@ from ampcompat.tools.words import counted
 #: Kinds of births, beside those of ``meanings.OUTSIDE``: an op made it; another rank, or something else not seen, did.
 OP, UNSEEN = "op", "unseen"
 
+#: Ops that make 0 of an inf.
+_DIVISIONS = ("div", "reciprocal", "rsqrt", "pow")
+
 Lines = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Underflow:
+    """Zeros that an op gave in half, and that float32 does not give of the same inputs."""
+
+    place: Place
+    op: str
+    zeros: int
+    float32: float  # the largest magnitude that float32 gives in their place
+
+
+@dataclass(eq=False)
+class Made:
+    """How a tensor was made."""
+
+    op: str
+    place: Place
+    has_zeros: bool = False
+    is_scaled: bool = False  # it is a gradient that has the loss scale in it
+    largest: float = 0.0  # the largest magnitude of such a gradient
+    underflow: Underflow | None = None
+    hidden: Birth | None = None  # where the inf was born that the op was given, if it gave nothing but finite values
+    sources: list[Made] = field(default_factory=list)  # of its inputs, as far as known
+
+    @property
+    def is_division(self) -> bool:
+        """Whether it was made by a division, which makes 0 of an inf."""
+        return self.op.removesuffix("_") in _DIVISIONS
+
+    def grown_beyond(self, limit: float) -> Made | None:
+        """The op, this or one before, whose result is larger than ``limit``, and nothing before it is."""
+        if not self.largest > limit:
+            return None
+        before = max(self.sources, key=lambda one: one.largest, default=None)
+        return self if before is None else before.grown_beyond(limit) or self
 
 
 @dataclass(eq=False)

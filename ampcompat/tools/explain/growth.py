@@ -88,7 +88,7 @@ class History:
                 size = after.get(id(param), 0.0)
                 times = size / max(before.get(id(param), math.inf), usual)
                 if times >= GROWN and (read is None or _memory(param) in read):
-                    found.append(self._growth_of(param, index, before[id(param)], size, times))
+                    found.append(self._growth_of(param, index, abs(before[id(param)]), size, times))
         return max(found, key=lambda one: one.times, default=None)
 
     def _growth_of(self, param: torch.Tensor, group: int, before: float, after: float, times: float) -> Growth:

@@ -3,60 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
 from ampcompat import _torch
 from ampcompat.tools.core import HALF_DTYPES
+from ampcompat.tools.explain.birth import Birth, Made, Underflow
 from ampcompat.tools.explain.call import CAST_OPS, Call
 from ampcompat.tools.explain.places import NOWHERE, Place
 from ampcompat.tools.tensors import largest, readable, storage
 
-if TYPE_CHECKING:
-    from ampcompat.tools.explain.birth import Birth
-
 #: Ops beside those on each value by itself that may give 0 in half where float32 gives something else.
 _MAY_UNDERFLOW = (*CAST_OPS, "_softmax", "sum", "mean")
-#: Ops that make 0 of an inf.
-_DIVISIONS = ("div", "reciprocal", "rsqrt", "pow")
-
-
-@dataclass(frozen=True)
-class Underflow:
-    """Zeros that an op gave in half, and that float32 does not give of the same inputs."""
-
-    place: Place
-    op: str
-    zeros: int
-    float32: float  # the largest magnitude that float32 gives in their place
-
-
-@dataclass(eq=False)
-class Made:
-    """How a tensor was made."""
-
-    op: str
-    place: Place
-    has_zeros: bool = False
-    is_scaled: bool = False  # it is a gradient that has the loss scale in it
-    largest: float = 0.0  # the largest magnitude of such a gradient
-    underflow: Underflow | None = None
-    hidden: Birth | None = None  # where the inf was born that the op was given, if it gave nothing but finite values
-    sources: list[Made] = field(default_factory=list)  # of its inputs, as far as known
-
-    @property
-    def is_division(self) -> bool:
-        """Whether it was made by a division, which makes 0 of an inf."""
-        return self.op.removesuffix("_") in _DIVISIONS
-
-    def grown_beyond(self, limit: float) -> Made | None:
-        """The op, this or one before, whose result is larger than ``limit``, and nothing before it is."""
-        if not self.largest > limit:
-            return None
-        before = max(self.sources, key=lambda one: one.largest, default=None)
-        return self if before is None else before.grown_beyond(limit) or self
 
 
 class MadeTensors:

@@ -74,7 +74,7 @@ TOO_LARGE = Row("too large", "float32 holds this value, half does not")
 GRADIENT = Row("gradient", "float32 holds this gradient, half does not, with the loss scale in it")
 CONSTANT = Row("constant", "half holds no such number")
 WRITTEN = Row("written", "the script wrote this number itself")
-GROWTH = Row("growth", "")  # the op is what its own row says
+GROWTH = Row("growth", "numbers of the last steps")
 
 #: Of what no op has made that was seen, by the kind.
 OUTSIDE = {

@@ -123,10 +123,10 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = set(map(storage, call.inputs))
         if call.is_collective:
             self._reduced |= inputs
+        self._read |= inputs & self._parameters
         for index, out in enumerate(tensors_in(result)):
             if readable(out):
                 self._look_at(call, out, index)
-        self._read |= inputs & self._parameters
         if result is None:
             self._follow_lists(call)
         return result

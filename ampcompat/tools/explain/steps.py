@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from typing import cast
 
 from ampcompat.tools.core import LossScaler, Optimizer, numbers_of, scale_and_passes
 from ampcompat.tools.explain.birth import Birth
@@ -50,10 +51,7 @@ class Steps:
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer, which lives while its steps are asked."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            raise RuntimeError("the optimizer of these steps is gone")
-        return optimizer
+        return cast(Optimizer, self._optimizer())
 
     def begin_block(self, block: Block) -> None:
         """Note a block; look at weights that something other than a step has written, and at gradients after a skip."""

@@ -63,16 +63,14 @@ def _held_by(optimizer: Optimizer) -> Iterator[tuple[int, torch.Tensor, str, tor
 
 def _beside(optimizer: Optimizer, param: torch.Tensor, lost: torch.Tensor) -> list[tuple[TensorFacts, int]]:
     """The gradient, state and master of ``param``, each with its zeros where ``lost`` is not finite."""
-    tensors = list(state_of(optimizer, param))
-    if param.grad is not None and not param.grad.is_sparse:
-        tensors.insert(0, ("grad", param.grad))
+    tensors = [("grad", param.grad), *state_of(optimizer, param)]
     if master_of(param) is not None:
         tensors.append(("float32 master", param))
     where = ~torch.isfinite(lost.detach())
     return [
-        (TensorFacts.of(name, value), int((value.detach()[where] == 0).sum()) if value.shape == lost.shape else 0)
+        (TensorFacts.of(name, value), int((value.detach()[where] == 0).sum()))
         for name, value in tensors
-        if value is not lost
+        if value is not None and value is not lost and not value.is_sparse and value.shape == lost.shape
     ]
 
 
