@@ -78,4 +78,4 @@ def rows_of_code():
 
 def test_the_page_has_the_same_rows():
     page = dict(re.findall(r'^\| "([^"]+)" \| ([^|]*?) \| ', PAGE.read_text(encoding="utf-8"), re.MULTILINE))
-    assert {name: means for name, means in page.items()} == rows_of_code()
+    assert page == rows_of_code()
