@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ampcompat.tools.core import Args, Kwargs, is_replica, map_tree, observers, tensors_in
-from ampcompat.tools.explain.birth import UNSEEN, Birth
+from ampcompat.tools.explain.birth import Birth
 from ampcompat.tools.explain.places import Places
 from ampcompat.tools.explain.probe import Probe
 from ampcompat.tools.frames import script_line
@@ -120,7 +120,7 @@ def run_again(forward: Forward, backward: bool) -> Finding:
             outputs = tensors_in(model.forward(*args, **kwargs))
         if not forward.has_returned(outputs):
             return Finding(None, ANOTHER)
-        birth = probe.origin(outputs)
+        birth = probe.birth_of(outputs)
         if not backward:
             most = max(map(largest, outputs), default=0.0)
             return Finding(birth, f"its forward, run again, returned values up to {most:.3g}")
@@ -135,9 +135,7 @@ def run_again(forward: Forward, backward: bool) -> Finding:
                 probe.made.note_scaled(grad)
             with probe:
                 grads = torch.autograd.grad(returned, wanted, received, allow_unused=True)
-            birth = probe.origin(grad for grad in grads if grad is not None) or birth
-        if birth is not None and birth.kind == UNSEEN:
-            birth = None
+            birth = probe.birth_of(grad for grad in grads if grad is not None) or birth
         return Finding(birth, "its forward and backward, run again, stayed finite")
 
 

@@ -14,7 +14,6 @@ from ampcompat.tools.explain.call import CAST_OPS
 from ampcompat.tools.explain.meanings import Row
 from ampcompat.tools.explain.places import Place
 from ampcompat.tools.explain.tensor_facts import TensorFacts
-from ampcompat.tools.tensors import LARGEST
 from ampcompat.tools.words import counted
 
 #: Kinds of births, beside those of ``meanings.OUTSIDE``: an op made it; another rank, or something else not seen, did.
@@ -100,15 +99,20 @@ class Birth:
         """Whether float32 holds what half does not."""
         return self.out.dtype in HALF_DTYPES and self.float32 is not None and math.isfinite(self.float32)
 
+    @property
+    def _most(self) -> float:
+        """The largest number that the result's dtype holds."""
+        return torch.finfo(self.out.dtype).max
+
     def may_end_at_lower_scale(self, scale: float) -> bool:
         """Whether it is a gradient that half holds without the loss ``scale``."""
-        return self.is_scaled and self.is_held_by_float32 and (self.float32 or 0.0) / scale <= LARGEST
+        return self.is_scaled and self.is_held_by_float32 and (self.float32 or 0.0) / scale <= self._most
 
     def grown_at(self, scale: float) -> Place | None:
         """Where the gradient that a cast to half lost was first beyond half without the loss ``scale``; else None."""
         if self.gradient is None or self.name not in CAST_OPS:
             return None
-        made = self.gradient.grown_beyond(LARGEST * scale)
+        made = self.gradient.grown_beyond(self._most * scale)
         return None if made is None else made.place
 
     @property
@@ -144,15 +148,16 @@ class Birth:
             return meanings.CONSTANT
         if self.is_held_by_float32:
             return meanings.GRADIENT if self.is_scaled else meanings.TOO_LARGE
+        undefined = meanings.UNDEFINED
+        if self.float32 is None and self.out.dtype in HALF_DTYPES:
+            undefined = meanings.NOT_COMPUTED
         names = (self.place.function.strip("_"), self.name.strip("_"), self.name)
-        return next((meanings.BY_OP[name] for name in names if name in meanings.BY_OP), meanings.UNDEFINED)
+        return next((meanings.BY_OP[name] for name in names if name in meanings.BY_OP), undefined)
 
     def _numbers_beyond_half(self) -> list[str]:
         """The names of the numbers that the result's dtype does not hold."""
-        if self.out.dtype not in HALF_DTYPES:
-            return []
-        most = torch.finfo(self.out.dtype).max
-        return [name for name, number in self.numbers.items() if most < abs(number) < math.inf]
+        is_half = self.out.dtype in HALF_DTYPES
+        return [name for name, number in self.numbers.items() if is_half and self._most < abs(number) < math.inf]
 
     # -- in words ------------------------------------------------------------------------------------------------------
     def lines(self, scale: float, is_dynamic: bool) -> Lines:
@@ -194,15 +199,19 @@ class Birth:
         if not self.numbers:
             return []
         beyond = self._numbers_beyond_half()
-        ends = f" ({_end_of(self.out.dtype)})" if beyond else ""
+        ends = f" ({self._end})" if beyond else ""
         return [("numbers", ", ".join(f"{name}={number:g}" for name, number in self.numbers.items()) + ends)]
 
     def _float32_lines(self) -> Lines:
         if self.float32 is None:
             return []
         if self.is_held_by_float32:
-            return [("float32", f"gives up to {self.float32:.6g} of these inputs; {_end_of(self.out.dtype)}")]
+            return [("float32", f"gives up to {self.float32:.6g} of these inputs; {self._end}")]
         return [("float32", f"gives {self.float32:g} of these inputs too")]
+
+    @property
+    def _end(self) -> str:
+        return f"{dtype_name(self.out.dtype)} ends at {self._most:g}"
 
     def _scale(self, scale: float, is_dynamic: bool) -> str:
         text = f"the loss scale is {scale:g}, {'dynamic' if is_dynamic else 'static'}"
@@ -250,7 +259,3 @@ def _at(place: Place) -> str:
     """As in "softmax at train.py:17: p = x.softmax(-1)"."""
     called = place.function or "an op"
     return called if place.line is None else f"{called} at {place.line}"
-
-
-def _end_of(dtype: torch.dtype) -> str:
-    return f"{dtype_name(dtype)} ends at {torch.finfo(dtype).max:g}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 
 import torch
@@ -79,14 +78,13 @@ class Call:
         return next((name for name, value in self.by_name.items() if value is tensor), "a tensor")
 
     def in_float32(self) -> list[torch.Tensor]:
-        """Its results in float32 of the same inputs, after it ran; none where an op cannot be computed so."""
-        if self.is_collective:
+        """Its results in float32 of the same inputs, after it ran; none where that cannot be, or draws numbers."""
+        if self.is_collective or torch.Tag.nondeterministic_seeded in self.func.tags:
             return []
         kwargs = {name: torch.float32 if value in HALF_DTYPES else value for name, value in self.kwargs.items()}
         try:
-            with self._random_numbers_kept():
-                args = map_tree(self.args, self._widened, objects=False)
-                return tensors_in(self.func(*args, **map_tree(kwargs, self._widened, objects=False)))
+            args = map_tree(self.args, self._widened, objects=False)
+            return tensors_in(self.func(*args, **map_tree(kwargs, self._widened, objects=False)))
         except Exception:  # not every op takes float32 in place of half
             return []
 
@@ -106,9 +104,3 @@ class Call:
         ]
         values = [self.by_name.get(name) for name in names if name not in _STATISTICS]
         return [value for value in values if isinstance(value, torch.Tensor) and readable(value)]
-
-    def _random_numbers_kept(self) -> contextlib.AbstractContextManager[None]:
-        if torch.Tag.nondeterministic_seeded not in self.func.tags:
-            return contextlib.nullcontext()
-        devices = {tensor.device for tensor in self.inputs if tensor.device.type == "cuda"}
-        return torch.random.fork_rng(devices=list(devices))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
+from ampcompat.tools.explain import meanings
+from ampcompat.tools.explain.messages import Message
 from ampcompat.tools.words import counted, were
 
 
@@ -38,6 +40,15 @@ class Counts:
             self.lost[lost] = self.lost.get(lost, 0) + 1
         self.most_blocks = max(self.most_blocks, self.blocks_since)
         self.blocks_since = 0
+
+    def message(self, rank: int, ranks: int) -> Message:
+        """The counts of ``rank``, one of so many."""
+        rows = [meanings.SKIPPED] if self.skipped and not self.told else []
+        rows += [meanings.ZEROS] if self.at_end else []
+        rows += [meanings.NO_STEP] if self.blocks_since > self.most_blocks or not self.steps else []
+        who = f"rank {rank} of {ranks}: " if ranks > 1 else ""
+        lines = [("see", meanings.see(rows))] if rows else []
+        return Message("verdict", f"{who}{self}", lines, {**asdict(self), "of_rank": rank})
 
     def __str__(self) -> str:
         parts = [self._steps()]

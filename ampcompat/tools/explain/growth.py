@@ -26,18 +26,17 @@ class Growth:
     before: float  # its largest magnitude some steps ago
     after: float  # and after the last step
     steps: int  # that were made in between
-    rates: tuple[float, ...]  # the learning rates of these, the first and the last
-    losses: tuple[float, ...]  # the losses of these that were finite, the first and the last
+    rates: list[float]  # the learning rates of these
+    losses: list[float]  # the losses of these that were finite, the first and the last
     times: float  # how many times larger it is, or than the usual weight was
 
     def __str__(self) -> str:
         text = f"{self.parameter or 'a weight'} went from {self.before:.4g} to {self.after:.4g}"
         text += f" in {counted(self.steps, 'step')}"
         if self.rates:
-            text += f", at lr={_from_to(self.rates)}"
-        if self.losses:
-            text += f"; the loss went from {self.losses[0]:.4g} to {self.losses[-1]:.4g}"
-        return text
+            last = f" to {self.rates[-1]:g}" if self.rates[-1] != self.rates[0] else ""
+            text += f", at lr={self.rates[0]:g}{last}"
+        return text + (f"; the loss went from {self.losses[0]:.4g} to {self.losses[-1]:.4g}" if self.losses else "")
 
 
 class History:
@@ -55,7 +54,7 @@ class History:
         self._sizes.append(sizes)
 
     def add(self, sizes: dict[int, float], optimizer: Optimizer) -> None:
-        """Note the weights after a step of ``optimizer``."""
+        """Note the weights after a step of ``optimizer``, if they are finite."""
         if all(map(math.isfinite, sizes.values())):
             self._sizes.append(sizes)
             self._rates.append([_rate(group) for group in optimizer.param_groups])
@@ -65,14 +64,14 @@ class History:
         self._losses.append(loss.detach())
 
     @property
-    def last_loss(self) -> float:
-        """The last loss that was finite; NaN where none was. A host sync."""
-        return _number(self._losses[-1]) if self._losses else math.nan
+    def losses(self) -> list[float]:
+        """The first loss and the last, of the last steps. A host sync each."""
+        return [float(loss.float().mean()) for loss in (list(self._losses)[:1] + list(self._losses)[-1:])]
 
     def growth(self, optimizer: Optimizer, read: Collection[int] | None) -> Growth | None:
         """The weight that has grown most; None where none has grown so far.
 
-        A weight that began at zero, or near it, is compared with the usual one. A host sync for two losses.
+        A weight that began at zero, or near it, is compared with the usual one.
 
         Args:
             optimizer: The one whose weights these are.
@@ -82,42 +81,24 @@ class History:
             return None
         before, after = self._sizes[0], self._sizes[-1]
         usual = statistics.median([size for size in before.values() if size > 0] or [1.0])
-        found: list[Growth] = []
+        found: list[tuple[float, int, torch.Tensor]] = []
         for index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
-                size = after.get(id(param), 0.0)
-                times = size / max(before.get(id(param), math.inf), usual)
+                times = after.get(id(param), 0.0) / max(before.get(id(param), math.inf), usual)
                 if times >= GROWN and (read is None or _memory(param) in read):
-                    found.append(self._growth_of(param, index, abs(before[id(param)]), size, times))
-        return max(found, key=lambda one: one.times, default=None)
-
-    def _growth_of(self, param: torch.Tensor, group: int, before: float, after: float, times: float) -> Growth:
-        rates = [rates[group] for rates in self._rates if group < len(rates) and not math.isnan(rates[group])]
-        ends = [self._losses[0], self._losses[-1]] if self._losses else []
-        return Growth(
-            parameter=name_of(param),
-            before=before,
-            after=after,
-            steps=len(self._sizes) - 1,
-            rates=tuple(rates[:1] + rates[-1:]),
-            losses=tuple(map(_number, ends)),
-            times=times,
-        )
-
-
-def _from_to(numbers: tuple[float, ...]) -> str:
-    first, last = numbers[0], numbers[-1]
-    return f"{first:g}" if first == last else f"{first:g} to {last:g}"
+                    found.append((times, index, param))
+        if not found:
+            return None
+        times, index, param = max(found, key=lambda one: one[0])
+        rates = [rates[index] for rates in self._rates if index < len(rates) and not math.isnan(rates[index])]
+        sizes = abs(before[id(param)]), after[id(param)]  # of zeros it may be -0.0
+        return Growth(name_of(param), *sizes, len(self._sizes) - 1, rates, self.losses, times)
 
 
 def _memory(param: torch.Tensor) -> int:
     """The storage of ``param`` that the model computes with."""
     master = master_of(param)
     return storage(param if master is None else master.half)
-
-
-def _number(loss: torch.Tensor) -> float:
-    return float(loss.float().mean())
 
 
 def _rate(group: ParamGroup) -> float:

@@ -77,8 +77,7 @@ class MadeTensors:
 def _underflow(call: Call, out: torch.Tensor, index: int, place: Place, zeros: torch.Tensor) -> Underflow | None:
     """The zeros of ``out`` that float32 does not give; None where it gives the same."""
     may_underflow = call.name in _MAY_UNDERFLOW or torch.Tag.pointwise in call.func.tags
-    is_random = torch.Tag.nondeterministic_seeded in call.func.tags
-    if out.dtype not in HALF_DTYPES or not may_underflow or is_random:
+    if out.dtype not in HALF_DTYPES or not may_underflow:
         return None
     wide = call.in_float32()
     if index >= len(wide) or not readable(wide[index]):

@@ -70,6 +70,7 @@ BY_OP = {op: row for row in OPS for op in row.ops}
 
 #: Of an op that is not in the table.
 UNDEFINED = Row("in float32 too", "float32 gives the same of these inputs")
+NOT_COMPUTED = Row("not computed", "the op was not computed in float32")
 TOO_LARGE = Row("too large", "float32 holds this value, half does not")
 GRADIENT = Row("gradient", "float32 holds this gradient, half does not, with the loss scale in it")
 CONSTANT = Row("constant", "half holds no such number")

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,15 +35,14 @@ from ampcompat.tools.core import (
 )
 from ampcompat.tools.explain import meanings
 from ampcompat.tools.explain.again import Forwards
-from ampcompat.tools.explain.birth import Birth, Lines
+from ampcompat.tools.explain.birth import Birth
 from ampcompat.tools.explain.counts import Counts
 from ampcompat.tools.explain.growth import Growth
-from ampcompat.tools.explain.meanings import Row
 from ampcompat.tools.explain.messages import Message
 from ampcompat.tools.explain.misuse import warned
 from ampcompat.tools.explain.ranks import Ranks
 from ampcompat.tools.explain.steps import Block, Steps
-from ampcompat.tools.explain.telling import Telling
+from ampcompat.tools.explain.telling import Fault, Telling
 from ampcompat.tools.explain.underflow import underflow
 from ampcompat.tools.explain.watch import Watch
 from ampcompat.tools.explain.weights import lost_gradients
@@ -53,6 +52,7 @@ from ampcompat.tools.tensors import is_finite
 
 #: After so many steps that were skipped in a row, one is watched.
 SKIPS_TO_A_WATCH = 3
+OLD_GRADIENTS = "its gradients were not finite before its first block"
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,13 @@ class OverflowExplainer:
         if scaler.dynamic:
             self._first_blocks.setdefault(scaler, block)
         all_steps = self._steps_of(optimizers)
-        for steps in all_steps:
-            steps.begin_block(block)
+        are_first = [steps.begin_block(block) for steps in all_steps]
         if self._are_weights_finite():
             self.counts.spoiled_at = 0
         if is_finite(loss):
-            for steps in all_steps:
-                steps.weights.history.add_loss(loss)
+            for steps, is_first in zip(all_steps, are_first, strict=True):
+                if is_first:  # others of the step may be of another loss
+                    steps.weights.history.add_loss(loss)
         elif not any(steps.lost for steps in all_steps):
             self._look_into("loss", f"the loss of {{}} is {_number_in(loss)}", all_steps, block, [loss])
 
@@ -182,7 +182,7 @@ class OverflowExplainer:
         if largest is not None and steps.blocks:
             scale = min(block.scale for block in steps.blocks.values())
             told = underflow(steps.optimizer, steps.seen, scale, largest, steps.steps_of_zeros)
-            has_learned_all = bool(told) and steps.weights.history.last_loss == 0
+            has_learned_all = bool(told) and steps.weights.history.losses[-1:] == [0.0]
             self._underflow = "" if has_learned_all else told
         if were_finite and not steps.weights.are_finite:
             if not steps.lost:
@@ -204,12 +204,9 @@ class OverflowExplainer:
         if written is None:
             return
         steps.lost, steps.is_told = "weights", True
-        growth = self._growth(None)
-        lines = _with_growth(growth, written.lines, meanings.STEP)
-        if steps.had_old_gradients:
-            lines.insert(-2, ("before", "its gradients were not finite before its first block"))
-        content = {**written.content, **_content(growth, meanings.STEP, steps.seen)}
-        self._tell(written.words, written.words, f"{name}: {written.words}", lines, content)
+        lines = [*written.lines, ("before", OLD_GRADIENTS)] if steps.had_old_gradients else written.lines
+        fault = Fault(written.words, f"{name}: {written.words}", meanings.STEP, lines, written.content, steps.seen)
+        self._tell(fault, self._growth(None))
 
     def _look_at_skipped(self, steps: Steps) -> None:
         """Look into a skip that is no ordinary back-off of the loss scale."""
@@ -220,11 +217,8 @@ class OverflowExplainer:
         block = steps.blocks.get(scaler) or list(steps.blocks.values())[-1]
         name = self._name_of(steps, steps.seen)
         if steps.had_old_gradients and not overflowed:
-            head = f"{name} was skipped: its gradients were not finite before its first block, and no loss overflowed"
-            see = _with_growth(None, [], meanings.OLD_GRADIENTS)
-            words = f"gradients that were not finite before the first block of {name}"
-            content = {"kind": "old gradients", **_content(None, meanings.OLD_GRADIENTS, steps.seen)}
-            self._tell("old gradients", words, head, see, content)
+            head = f"{name} was skipped: {OLD_GRADIENTS}, and no loss overflowed"
+            self._tell(Fault("old gradients", head, meanings.OLD_GRADIENTS, [], {}, steps.seen), None)
             return
         persists = steps.overflows_persist(_scale_of(scaler))
         why = f", as were {steps.often}" if persists else ""
@@ -278,30 +272,28 @@ class OverflowExplainer:
                 steps.weights.look(optimizer)  # so that the next step is not blamed for what `data` has written
             if not self._are_weights_finite():
                 self.counts.spoiled_at, self._is_spoiling_told = case.number, True
-        growth = self._growth(birth.read)
         scale, is_dynamic = case.block.scale, case.block.scaler.dynamic
-        row = birth.row()
-        lines = _with_growth(growth, birth.lines(scale, is_dynamic), row)
-        content = {**birth.as_dict(scale), **_content(growth, row, case.number)}
-        number = list(self.steps.values()).index(case.steps[0]) if case.steps and birth.is_scaled else ""
-        key = f"{birth.key} {number}"
-        if not self.telling.is_known(key):
+        lines, content = birth.lines(scale, is_dynamic), birth.as_dict(scale)
+        fault = Fault(birth.words, case.head, birth.row(), lines, content, case.number, birth.key)
+        if birth.is_scaled and case.steps:
+            fault.key += f" of optimizer {list(self.steps.values()).index(case.steps[0])}"
+        if not self.telling.is_known(fault):
             self.watch.disarm()  # what comes again stays watched, to be counted
-        self._tell(key, birth.words, case.head, lines, content)
+        self._tell(fault, self._growth(birth.read))
         if birth.kind in ("input", "buffer") and not self.watch.is_on:
             self.watch.arm()  # to see what makes it
 
-    def _tell(self, key: str, words: str, head: str, lines: Lines, content: Mapping[str, object]) -> None:
-        self.telling.tell(key, words, head, lines, content, self.counts.steps)
+    def _tell(self, fault: Fault, growth: Growth | None) -> None:
+        fault.growth = growth
+        self.telling.tell(fault, self.counts.steps)
 
     def _tell_unknown(self, case: Case, known: str) -> None:
         """Watch the next steps; tell, once, that a birth was not found."""
         steps = self.watch.arm()
         more = f"; the next {steps} steps are watched as they run" if steps else ""
-        growth = self._growth(None)
-        lines = _with_growth(growth, [], meanings.UNKNOWN)
-        content = _content(growth, meanings.UNKNOWN, case.number)
-        self.telling.tell_unknown(f"{case.head}; {known}{more}", lines, content)
+        fault = Fault("", f"{case.head}; {known}{more}", meanings.UNKNOWN, [], {}, case.number)
+        fault.growth = self._growth(None)
+        self.telling.tell_unknown(fault)
 
     def _growth(self, read: frozenset[int] | None) -> Growth | None:
         """The weight of any optimizer that has grown most, of those that were ``read``."""
@@ -341,18 +333,8 @@ class OverflowExplainer:
                     case = Case(f"{steps.often} were skipped", steps.seen, [steps], list(steps.blocks.values())[-1])
                     self._tell_birth(steps.held, case)
         self._fill(counts)
-        found = self.ranks.gather(counts)
-        if not self.ranks.is_first:
-            return []
-        ranks_of: dict[str, list[int]] = {}
-        for rank, of_rank in sorted(found.items()):
-            ranks_of.setdefault(str(of_rank), []).append(rank)
-        content = {"ranks": {str(rank): asdict(of_rank) for rank, of_rank in found.items()}, **asdict(counts)}
-        rows = self._rows()
-        lines = [("see", meanings.see(rows))] if rows else []
-        return [
-            Message("verdict", self._whose(ranks, found) + text, lines, content) for text, ranks in ranks_of.items()
-        ]
+        found = sorted(self.ranks.gather(counts).items())
+        return [of_rank.message(rank, self.ranks.count) for rank, of_rank in found] if self.ranks.is_first else []
 
     def _fill(self, counts: Counts) -> None:
         """Add to the counts what is known at the end."""
@@ -365,39 +347,6 @@ class OverflowExplainer:
             counts.at_end.append(self._underflow)
         if counts.blocks_since and lost_gradients(list(self.steps)):
             counts.at_end.append("gradients are not finite, and were not cleared")
-
-    def _rows(self) -> list[Row]:
-        """The rows of the page that the counts belong to."""
-        counts = self.counts
-        rows = [meanings.SKIPPED] if counts.skipped and not counts.told else []
-        rows += [meanings.ZEROS] if self._underflow else []
-        return rows + ([meanings.NO_STEP] if counts.blocks_since > counts.most_blocks or not counts.steps else [])
-
-    def _whose(self, ranks: list[int], found: Mapping[int, Counts]) -> str:
-        """Whose counts these are, where there are several ranks."""
-        if self.ranks.count < 2:
-            return ""
-        missing = "" if len(found) == self.ranks.count else f", of {self.ranks.count}, of which {len(found)} were heard"
-        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}{missing}: "
-
-
-def _pages(growth: Growth | None, row: Row) -> list[Row]:
-    """The rows of the page to see: where weights have grown, none that only puts it off, as float32 does."""
-    if growth is None:
-        return [row]
-    return [meanings.GROWTH] if row in (meanings.TOO_LARGE, meanings.GRADIENT) else [meanings.GROWTH, row]
-
-
-def _with_growth(growth: Growth | None, lines: Lines, row: Row) -> Lines:
-    """What is told, growth first, with the rows of the page last."""
-    first = [] if growth is None else [("growth", str(growth))]
-    return [*first, *lines, ("means", row.means), ("see", meanings.see(_pages(growth, row)))]
-
-
-def _content(growth: Growth | None, row: Row, step: int) -> dict[str, object]:
-    """The same for a line of JSON."""
-    see = [page.name for page in _pages(growth, row)]
-    return {"step": step, "growth": None if growth is None else asdict(growth), "means": row.means, "see": see}
 
 
 def _number_in(loss: torch.Tensor) -> str:

@@ -102,6 +102,11 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         first = min(found, key=self.births.index, default=None)
         return None if first is None else _behind(first)
 
+    def birth_of(self, tensors: Iterable[torch.Tensor]) -> Birth | None:
+        """The same; None also where another rank, or something else that was not seen, made it."""
+        birth = self.origin(tensors)
+        return None if birth is None or birth.kind == UNSEEN else birth
+
     def writer_of(self, birth: Birth) -> Birth | None:
         """What has written a buffer that was not finite before a forward, after that forward; else None."""
         writer = self._origins.get(self._lost_buffers.get(birth, 0))

@@ -53,9 +53,14 @@ class Steps:
         """The optimizer, which lives while its steps are asked."""
         return cast(Optimizer, self._optimizer())
 
-    def begin_block(self, block: Block) -> None:
-        """Note a block; look at weights that something other than a step has written, and at gradients after a skip."""
-        if self._has_stepped:
+    def begin_block(self, block: Block) -> bool:
+        """Note a block; look at weights that something other than a step has written, and at gradients after a skip.
+
+        Returns:
+            Whether it is the first since the step before.
+        """
+        is_first = self._has_stepped
+        if is_first:
             self._has_stepped = False
             self.blocks = {}
             self.had_old_gradients = self.skips > 0 and bool(lost_gradients([self.optimizer]))
@@ -63,6 +68,7 @@ class Steps:
         if self.lost and not any(map(largest, gradients_of(self.optimizer))):
             self.lost = ""  # the script has dropped that batch, and cleared its gradients
         self.weights.look_at_written(self.optimizer)
+        return is_first
 
     def end(self, is_skipped: bool) -> None:
         """Note that a step was made or skipped."""

@@ -22,7 +22,9 @@ def underflow(optimizer: Optimizer, step: int, scale: float, largest: float, ste
         steps_of_zeros: How many steps in a row had gradients of 0 alone.
     """
     if steps_of_zeros >= MANY:
-        return f"the gradients of the last {steps_of_zeros} steps were all 0, at a loss scale of {scale:g}"
+        return (
+            f"the gradients of the last {steps_of_zeros} steps that were made were all 0, at a loss scale of {scale:g}"
+        )
     if largest * scale >= SMALL or (largest == 0 and scale > 1):
         return ""
     grads = gradients_of(optimizer)

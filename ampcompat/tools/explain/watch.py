@@ -13,7 +13,7 @@ import torch
 
 from ampcompat import _torch
 from ampcompat.tools.core import Args, Kwargs, Optimizer, live_models
-from ampcompat.tools.explain.birth import UNSEEN, Birth
+from ampcompat.tools.explain.birth import Birth
 from ampcompat.tools.explain.places import Places
 from ampcompat.tools.explain.probe import Probe
 
@@ -87,12 +87,10 @@ class Watch:
         """Find the birth of what is not finite in ``tensors``, a loss or gradients; None where no op shows it."""
         if self._probe is None:
             return None
-        birth = self._probe.origin(tensors)
-        if birth is None or birth.kind == UNSEEN:
-            return None
-        if birth.kind == "buffer":
+        birth = self._probe.birth_of(tensors)
+        if birth is not None and birth.kind == "buffer":
             return self._probe.writer_of(birth) or birth
-        if birth.kind == "parameter":
+        if birth is not None and birth.kind == "parameter":
             # A static scale lets a loss that is not finite spoil the weights: the class weights of a loss came first.
             return self._probe.argument() or birth
         return birth

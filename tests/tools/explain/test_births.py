@@ -387,7 +387,7 @@ def test_weights_that_grow_are_told_as_numbers(capsys, level):
     fault = told(capsys).first
     growth = fault["growth"]
     assert growth["after"] > 4 * growth["before"] > 0
-    assert growth["rates"] == [50.0, 50.0]
+    assert set(growth["rates"]) == {50.0}
     assert growth["losses"][-1] > growth["losses"][0]
     assert fault["see"][0] == "growth"
     assert "too large" not in fault["see"]  # whose row has keep_fp32
