@@ -61,8 +61,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="HOW",
         nargs="?",
         const="",
-        help="explain on standard error why steps are lost: which op, which line, what to do, and a verdict at the end."
-        " --explain=N explains N faults in place of three; --explain=first ends the script after the first;"
+        help="tell on standard error where the values of lost steps became inf or NaN: the line, the op, what went in"
+        " and came out, and counts at the end. --explain=N tells of N births in place of three; --explain=first ends"
+        " the script after the first;"
         " --explain=json writes a line of JSON each",
     )
     parser.add_argument(

@@ -1,20 +1,8 @@
-"""Explain why steps are lost.
+"""Tell, as facts, where the first value of a lost step was born that is not finite.
 
-After a lost step that is no normal back-off of the loss scale, a probe sees every op of the next steps, until it has
-seen where the value that is not finite was born. A batch that spoils the weights does not come again: before its step
-is made, its forwards are run again under the probe.
-
-The way of a lost step:
-
-1. ``observer`` hears of it from amp. ``steps`` and ``weights`` know what came before, ``lost`` whether it is normal.
-2. ``diagnosis`` looks for an ``event``, the birth of the value: the ``watch`` has seen it if that was on; otherwise the
-   ``forwards`` are run ``again``. Both use the ``probe``; ``call`` is an op, ``places`` say where it stands.
-3. ``ops`` makes a ``fault`` of the event, and ``hints`` says what to do in this ``setting``: what is not finite may be
-   ``undefined`` in float32 too, or ``too_large`` for half. What the latter reaches has ``twins`` in float32, so that
-   ``in_float32`` knows how far float32 is needed. Two faults have no event: ``written`` (a step left a weight not
-   finite) and ``numbers`` (of an optimizer, that half does not hold). Causes that lie further back are in ``growth``,
-   ``spoiled`` and ``misuse``.
-4. ``telling`` tells it once, in ``messages``. At the end ``verdict`` sums up, with what ``ranks`` has gathered.
+A probe sees every op and remembers where each value that is not finite was born; after a lost step explain runs the
+forward again under it, or watches the next steps. Read ``probe`` (what is found), ``birth`` (what is told of it) and
+``observer`` (when).
 """
 
 from __future__ import annotations
@@ -31,19 +19,19 @@ LIMIT = 3
 
 
 def explain_overflows(limit: int = LIMIT, *, stop: bool = False, json: bool = False) -> None:
-    """From here on, explain why steps are lost, or why a loss, gradient or weight is not finite, on standard error.
+    """From here on, tell on standard error where the values of lost steps became inf or NaN, and counts at the end.
 
-    A message names the op, the module, the source line, how many values, their magnitude against 65504, and what to do.
-    A loss scale that comes down, at the start and now and then, skips steps: that is no fault. When the script ends, a
-    verdict says how many steps were lost, and to what, or since when gradients are 0 in float16 because the scale is
-    too low. That of rank 0 is for all ranks of the process group, if they end within ten seconds of it.
+    A message has facts alone: the line, the op, what went in, what came out, what float32 gives of the same inputs.
+    docs/debugging.md has what to do about each. A loss scale that comes down, at the start and now and then, skips
+    steps: these are counted. When the script ends, rank 0 tells the counts of all ranks of the process group, if they
+    end within ten seconds of it.
 
     While nothing overflows, this costs two host syncs a step, three at static scales, and references to the last
     batches. After a lost step, the next ones are watched, 50 at most; after every third skip in a row, one is; 200 in
     the whole run. The run stays bitwise what it would have been. apex had nothing like it.
 
     Args:
-        limit: How many different faults to explain; the same fault is explained once.
+        limit: How many different births to tell; the same one is told once.
         stop: End the script (``SystemExit``, status 1) after the last of these.
         json: Write each message as a JSON object on a line of its own.
 

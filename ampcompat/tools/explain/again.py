@@ -1,4 +1,4 @@
-"""Run a forward again, and its backward, with every op looked at.
+"""Run a forward again, and its backward, under the probe.
 
 A batch that spoils the weights is lost once, and everything after it: no later step shows why. Where the forward is not
 what it was, or gives another result, nothing is concluded. The run that is observed stays bitwise what it was.
@@ -13,21 +13,25 @@ import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ampcompat.tools.core import Args, Kwargs, map_tree, observers, tensors_in
-from ampcompat.tools.explain.event import Event
+from ampcompat.tools.core import Args, Kwargs, is_replica, map_tree, observers, tensors_in
+from ampcompat.tools.explain.birth import Birth
 from ampcompat.tools.explain.places import Places
 from ampcompat.tools.explain.probe import Probe
 from ampcompat.tools.frames import script_line
 from ampcompat.tools.generators import random_state, set_random_state
 from ampcompat.tools.tensors import is_finite, largest, readable
 
+#: Forwards kept at a time, and steps after which a forward that no backward followed is forgotten.
+MOST_FORWARDS, OLDEST = 16, 3
+#: Lost steps whose forwards are run again.
+MOST_RUN_AGAIN = 100
 #: How far a result may be from the same one, computed in half in another order, of the largest.
 ROUNDING = 0.01
+ANOTHER = "its forward could not be run again as it was"
 #: Objects whose attributes are not the model's, or never change.
 _NOT_OF_MODEL = (torch.nn.Module, torch.Tensor, type, types.FunctionType, types.MethodType, types.ModuleType)
 
@@ -88,22 +92,23 @@ class Forward:
         )
 
 
-@dataclass
-class Finding:
-    """What running a forward again has shown."""
+class Finding(NamedTuple):
+    """What running a forward again has shown.
 
-    event: Event | None = None  # the origin of what is not finite; None where everything stayed finite
-    entered: bool = False  # the gradient that came into the model was not finite already
-    differs: bool = False  # it has returned something else than in the run: it was not that forward
-    is_mask: bool = False  # the outputs have the -inf alone that the script has written, as for forbidden actions
-    largest: float = 0.0  # magnitude that it returned
+    Attributes:
+        birth: Where what is not finite was born; None where nothing was found.
+        known: In words, what is known then.
+    """
+
+    birth: Birth | None
+    known: str = ""
 
 
 def run_again(forward: Forward, backward: bool) -> Finding:
-    """Find the origin of what is not finite in the outputs of ``forward``, or with ``backward`` in its gradients."""
+    """Find the birth of what is not finite in the outputs of ``forward``, or with ``backward`` in its gradients."""
     model = forward.model()
     if model is None:
-        return Finding(differs=True)
+        return Finding(None, ANOTHER)
     leaves: list[torch.Tensor] = []
     places = Places([model], model, sys._getframe(), forward.called_at)
     probe = Probe(places)
@@ -114,23 +119,88 @@ def run_again(forward: Forward, backward: bool) -> Finding:
         with probe:
             outputs = tensors_in(model.forward(*args, **kwargs))
         if not forward.has_returned(outputs):
-            return Finding(differs=True)
-        event = probe.origin(outputs)
+            return Finding(None, ANOTHER)
+        birth = probe.birth_of(outputs)
         if not backward:
-            is_mask = event is not None and event.is_mask and not any(bool((out == torch.inf).any()) for out in outputs)
-            return Finding(event, is_mask=is_mask, largest=max(map(largest, outputs), default=0.0))
+            most = max(map(largest, outputs), default=0.0)
+            return Finding(birth, f"its forward, run again, returned values up to {most:.3g}")
         wanting = [output for output in outputs if output.requires_grad]
         pairs = [(output, grad) for output, grad in zip(wanting, forward.grads, strict=False) if grad is not None]
         if not all(is_finite(grad) for _, grad in pairs):
-            return Finding(event, entered=True)
+            return Finding(birth, "the gradient that came into the model was not finite")
         wanted = [*leaves, *(param for param in model.parameters() if param.requires_grad)]
-        if not pairs or not wanted:
-            return Finding(event)
-        returned, received = zip(*pairs, strict=True)
-        probe.received(received)
-        with probe:
-            grads = torch.autograd.grad(returned, wanted, received, allow_unused=True)
-        return Finding(probe.origin(grad for grad in grads if grad is not None) or event)
+        if pairs and wanted:
+            returned, received = zip(*pairs, strict=True)
+            for grad in received:
+                probe.made.note_scaled(grad)
+            with probe:
+                grads = torch.autograd.grad(returned, wanted, received, allow_unused=True)
+            birth = probe.birth_of(grad for grad in grads if grad is not None) or birth
+        return Finding(birth, "no op of its forward and backward, run again, made it")
+
+
+class Forwards:
+    """The forwards of initialized models since the last step, kept to be run again."""
+
+    def __init__(self) -> None:
+        self.kept: deque[Forward] = deque(maxlen=MOST_FORWARDS)  # the latest last
+        self._left_to_run_again = MOST_RUN_AGAIN
+        self._running: list[Forward | None] = []  # that have begun; None for those that are not kept
+
+    def begin(self, model: torch.nn.Module, args: Args, kwargs: Kwargs, is_watched: bool) -> None:
+        """Keep references to what a forward gets, if it may have to be run again."""
+        is_kept = torch.is_grad_enabled() and not is_replica(model) and not is_watched and self._left_to_run_again > 0
+        self._running.append(Forward(model, args, kwargs) if is_kept else None)
+
+    def end(self, output: object) -> None:
+        """Note what it has returned."""
+        forward = self._running.pop() if self._running else None
+        if forward is not None:
+            forward.end(output)
+            self.kept.append(forward)
+
+    def leave(self) -> None:
+        """Note that no forward runs: an exception has left it."""
+        self._running.clear()
+
+    def after_step(self) -> None:
+        """Forget forwards that a backward has followed, and old ones."""
+        for forward in self.kept:
+            forward.age += 1
+        kept = [forward for forward in self.kept if not forward.has_grads and forward.age < OLDEST]
+        self.kept = deque(kept, MOST_FORWARDS)
+
+    def find(self, of_backward: bool, is_nan: bool) -> Finding:
+        """Find the birth of a loss, or of gradients, that is not finite, by running forwards again.
+
+        Args:
+            of_backward: Whether it is of gradients.
+            is_nan: Whether it is a loss that is NaN, which a mask of -inf alone does not make.
+        """
+        if self._left_to_run_again <= 0:
+            return Finding(None, f"forwards of {MOST_RUN_AGAIN} lost steps were run again, and no more are")
+        self._left_to_run_again -= 1
+        latest = Finding(None, ANOTHER)
+        try:
+            for forward in self.kept:
+                if not forward.is_as_it_was or (of_backward and not forward.has_grads):
+                    continue
+                latest = run_again(forward, of_backward)
+                if latest.birth is not None and not (is_nan and latest.birth.is_mask):
+                    return latest
+        except Exception as error:  # the run that is observed must go on whatever happens here
+            return Finding(None, f"its forward could not be run again: {type(error).__name__}: {error}")
+        return latest._replace(birth=None)
+
+    def find_in_latest(self) -> Birth | None:
+        """Find the birth of what the latest forward has returned and is not finite; None where it is, or a mask's."""
+        latest = self.kept[-1] if self.kept else None
+        if latest is None or not latest.is_lost or not latest.is_as_it_was:
+            return None
+        with contextlib.suppress(Exception):  # the run has ended, and that well
+            birth = run_again(latest, backward=False).birth
+            return None if birth is not None and birth.is_mask else birth
+        return None
 
 
 # -- the run stays what it was -----------------------------------------------------------------------------------------

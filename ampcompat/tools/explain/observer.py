@@ -1,8 +1,17 @@
-"""The observer: which events of a run are looked into.
+"""The observer: which steps of a run are looked into, and what is told of them.
 
 A step is lost when its loss, a gradient or a weight that it wrote is not finite, or when it is skipped. What is not
 finite is looked into at once; the gradients of a skip that may be a normal back-off of the loss scale only while the
 steps are watched.
+
+======================================================================  ==============================================
+a skipped step                                                          is
+======================================================================  ==============================================
+that was watched, with a gradient that a lower loss scale holds         held back, and told where overflows persist
+that was watched, with any other gradient                               told
+that was not watched, at a loss scale at which a step was made before   not told; the next steps are watched
+any other                                                               not told; after three in a row, one is watched
+======================================================================  ==============================================
 """
 
 from __future__ import annotations
@@ -10,6 +19,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,41 +29,40 @@ from ampcompat.tools.core import (
     Kwargs,
     LossScaler,
     Optimizer,
-    count_of_scalers,
     optimizer_name,
     overflowed_scalers,
-    rank,
     was_skipped,
 )
-from ampcompat.tools.explain.diagnosis import Case, Diagnosis
-from ampcompat.tools.explain.event import Event
-from ampcompat.tools.explain.forwards import Forwards
-from ampcompat.tools.explain.lost import (
-    FALLING,
-    NORMAL,
-    SKIPS_TO_A_WATCH,
-    WINDOW,
-    LostStep,
-    end_fall,
-    is_mostly_skipped,
-    overflows_persist,
-    put_down,
-    skipped_of,
-)
+from ampcompat.tools.explain import meanings
+from ampcompat.tools.explain.again import Forwards
+from ampcompat.tools.explain.birth import Birth
+from ampcompat.tools.explain.counts import Counts
+from ampcompat.tools.explain.growth import Growth
 from ampcompat.tools.explain.messages import Message
 from ampcompat.tools.explain.misuse import warned
-from ampcompat.tools.explain.numbers import not_representable
-from ampcompat.tools.explain.ops import cause_of
 from ampcompat.tools.explain.ranks import Ranks
-from ampcompat.tools.explain.steps import BlockScale, OptimizerSteps
-from ampcompat.tools.explain.telling import Telling
-from ampcompat.tools.explain.underflow import Underflow
-from ampcompat.tools.explain.verdict import Account, Verdict
+from ampcompat.tools.explain.steps import Block, Steps
+from ampcompat.tools.explain.telling import Fault, Telling
+from ampcompat.tools.explain.underflow import underflow
 from ampcompat.tools.explain.watch import Watch
 from ampcompat.tools.explain.weights import lost_gradients
+from ampcompat.tools.explain.written import first_written
 from ampcompat.tools.frames import hide_tools
 from ampcompat.tools.tensors import is_finite
-from ampcompat.tools.words import counted, were
+
+#: After so many steps that were skipped in a row, one is watched.
+SKIPS_TO_A_WATCH = 3
+OLD_GRADIENTS = "its gradients were not finite before its first block"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something of one step that is not finite."""
+
+    head: str  # as in "the loss of step 3 is nan"
+    number: int  # of the step, among those of its optimizer
+    steps: Sequence[Steps]  # of each optimizer that makes the step
+    block: Block
 
 
 def _unwatched(method: Callable[..., None]) -> Callable[..., None]:
@@ -75,20 +84,13 @@ class OverflowExplainer:
         self.forwards = Forwards()
         self.telling = Telling(limit, stop, json, self.watch.stop)
         self.ranks = Ranks()
-        self.steps: weakref.WeakKeyDictionary[Optimizer, OptimizerSteps] = weakref.WeakKeyDictionary()
-        self.diagnosis = Diagnosis(self.watch, self.forwards, self.telling, self.steps)
-        self.blocks_begun = 0
-        self._blocks_at_step = 0  # how many had begun at the last step
-        self._most_blocks = 1  # from one step to the next
-        self.underflow: Underflow | None = None  # of the latest step, if its gradients were too small
-        self.open_block: BlockScale | None = None
+        self.counts = Counts()
+        self.steps: weakref.WeakKeyDictionary[Optimizer, Steps] = weakref.WeakKeyDictionary()
+        self._first_blocks: dict[LossScaler, Block] = {}  # of the scalers whose scale moves
+        self._underflow = ""  # gradients of 0 in the latest step, in words
+        self._is_spoiling_told = False  # whether it was told what has left weights that are not finite
 
-    # -- events ------------------------------------------------------------------------------------------------------
-    @_unwatched
-    def on_initialize(self) -> None:
-        """Note the weights that are not finite before any step."""
-        self.diagnosis.spoiled.note_initialize()
-
+    # -- events --------------------------------------------------------------------------------------------------------
     @_unwatched
     def on_forward(self, model: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Keep references to what it gets."""
@@ -105,34 +107,36 @@ class OverflowExplainer:
 
         Another at the first block of an optimizer, and where something other than a step has written its weights.
         """
-        self.blocks_begun += 1
-        block = self.open_block = BlockScale(scaler)
-        is_lost = not is_finite(loss)
-        for one in optimizers:
-            self._steps_of(one).begin_block(one, block)
-        if all(steps.weights.are_finite for steps in self.steps.values()):
-            self.diagnosis.spoiled.forget()
-        if not is_lost:
-            for one in optimizers:
-                self._steps_of(one).weights.history.add_loss(loss)
-        elif not self._is_lost(optimizers):
-            self._look_into_block(f"The loss of {{}} is {_number_in(loss)}.", "loss", optimizers, block, [loss])
+        self.counts.add_block()
+        block = Block(scaler)
+        if scaler.dynamic:
+            self._first_blocks.setdefault(scaler, block)
+        all_steps = self._steps_of(optimizers)
+        are_first = [steps.begin_block(block) for steps in all_steps]
+        if self._are_weights_finite():
+            self.counts.spoiled_at = 0
+        if is_finite(loss):
+            for steps, is_first in zip(all_steps, are_first, strict=True):
+                if is_first:  # others of the step may be of another loss
+                    steps.weights.history.add_loss(loss)
+        elif not any(steps.lost for steps in all_steps):
+            self._look_into("loss", f"the loss of {{}} is {_number_in(loss)}", all_steps, block, [loss])
+
+    def on_scaled_loss(self, block: object, scaled: torch.Tensor) -> None:
+        """Know which gradients have the loss scale in them."""
+        self.watch.given_loss(scaled)
 
     @_unwatched
     def on_gradients(self, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
-        """Look at the gradients too at static scales: one host sync a block. At dynamic ones, after a step of zeros."""
-        block, self.open_block = self.open_block, None
+        """Look at the gradients too at static scales, which skip no step: one host sync a block."""
+        all_steps = self._steps_of(optimizers)
         if not optimizers:
-            self.watch.after_block()  # for the gradient of an input: no step follows
-        if block is None or self._is_lost(optimizers):
+            self.watch.after_step(None)  # for the gradient of an input: no step follows
+        if any(steps.lost for steps in all_steps):
             return
-        for one in optimizers:
-            self._steps_of(one).end_block(one)
-        if scaler.dynamic:
-            return
-        grads = lost_gradients(optimizers)
+        grads = [] if scaler.dynamic else lost_gradients(optimizers)
         if grads:
-            self._look_into_block("A gradient of {} is not finite.", "gradients", optimizers, block, grads)
+            self._look_into("gradients", "a gradient of {} is not finite", all_steps, Block(scaler), grads)
 
     def on_failure(self, error: Exception) -> None:
         """Leave no frame of the probe in the traceback, and no probe in the run."""
@@ -143,187 +147,206 @@ class OverflowExplainer:
     @_unwatched
     def before_step(self, optimizer: Optimizer) -> None:
         """Look at weights that the script has written since the block, so that the step is not blamed for them."""
-        self._steps_of(optimizer).weights.look_at_written(optimizer)
+        for steps in self._steps_of([optimizer]):
+            steps.weights.look_at_written(optimizer)
 
     @_unwatched
     def on_step(self, optimizer: Optimizer, skipped: bool | None) -> None:
-        """Count the step; explain it, if it was skipped or left a weight not finite.
+        """Count the step; look into it, if it was skipped or left a weight not finite.
 
         One host sync, and another where only the device knows whether it skipped.
         """
         self.ranks.look()
-        self._most_blocks = max(self._most_blocks, self.blocks_begun - self._blocks_at_step)
-        self._blocks_at_step = self.blocks_begun
-        steps = self._steps_of(optimizer)
+        (steps,) = self._steps_of([optimizer])
         is_skipped = was_skipped(optimizer, skipped)
-        is_known = steps.lost is not None  # from its block: the loss, or a gradient, is not finite
-        if is_skipped and not is_known:
-            steps.lost = LostStep("gradients", back_off=NORMAL if steps.block is None else "")
-        if steps.lost is not None:
-            self.diagnosis.record(steps.lost, is_skipped)
         steps.end(is_skipped)
         try:
             if not is_skipped:
-                self._look_at_made_step(optimizer, steps)
-            elif steps.lost is not None and steps.block is not None:
-                self._look_at_skipped_step(optimizer, steps, steps.block, steps.lost, is_known)
+                self._look_at_made(steps)
+            elif not steps.lost:
+                steps.lost = "gradients"
+                self._look_at_skipped(steps)
         finally:  # what is told may end the script, which may catch that
-            steps.lost = None
-            self.diagnosis.ended += 1
+            self.counts.add_step(is_skipped, steps.lost)
+            steps.lost, steps.is_told = "", False
             self.forwards.after_step()
             self.watch.after_step(optimizer)
 
-    # -- a step ------------------------------------------------------------------------------------------------------
-    def _look_at_skipped_step(
-        self, optimizer: Optimizer, steps: OptimizerSteps, block: BlockScale, lost: LostStep, is_known: bool
-    ) -> None:
-        """Note to what the loss scale has come down; look into a skip that is no ordinary back-off of it."""
-        overflowed = overflowed_scalers(optimizer)
-        scaler = min(overflowed, key=_scale_of, default=block.scaler)
-        scale = _scale_of(scaler)
-        of_loss = f"of loss {scaler.loss_id} " if count_of_scalers(optimizer) > 1 else ""
-        if overflowed:
-            lost.scale, lost.of_loss = f"came down to {scale:g}", of_loss
-        if is_known:
-            return
-        name = self._name_of_step(steps.seen, optimizer)
-        name = name[0].upper() + name[1:]
-        persists = overflows_persist(steps.last, scale)
-        why = ": a gradient is not finite."
-        if persists:
-            overflowed_at = steps.last_blocks.get(scaler, block).scale
-            why = (
-                f", as {skipped_of(steps.last)}: gradients overflow although the scale {of_loss}was {overflowed_at:g}."
-            )
-            end_fall(steps.last, "")
-        block = steps.last_blocks.get(scaler, block)
-        grads = lost_gradients([optimizer])
-        case = Case(f"{name} was skipped{why}", steps.seen, "gradients", [steps], block, grads, is_fault=persists)
-        self._look_at_overflow(case, steps, lost)
+    # -- a step --------------------------------------------------------------------------------------------------------
+    def _look_at_made(self, steps: Steps) -> None:
+        """Look at what a step has written, and at its gradients."""
+        were_finite = steps.weights.are_finite
+        largest = steps.weights.look_after_step(steps.optimizer)
+        steps.steps_of_zeros = steps.steps_of_zeros + 1 if largest == 0 else 0
+        self._underflow = ""
+        if largest is not None and steps.blocks:
+            scale = min(block.scale for block in steps.blocks.values())
+            told = underflow(steps.optimizer, steps.seen, scale, largest, steps.steps_of_zeros)
+            has_learned_all = bool(told) and steps.weights.history.losses[-1:] == [0.0]
+            self._underflow = "" if has_learned_all else told
+        if were_finite and not steps.weights.are_finite:
+            if not steps.lost:
+                self._look_at_written(steps)
+            self.counts.spoiled_at = self.counts.spoiled_at or steps.seen
+            self._is_spoiling_told = steps.is_told
 
-    def _look_at_overflow(self, case: Case, steps: OptimizerSteps, lost: LostStep) -> None:
-        """Look into gradients that are not finite if the step was watched; otherwise watch others, where due."""
-        if self.watch.is_on:
-            self.diagnosis.look_into(case)
+    def _look_at_written(self, steps: Steps) -> None:
+        """Tell of a weight, or state, that a step has left not finite."""
+        name = self._name_of(steps, steps.seen)
+        grads = lost_gradients([steps.optimizer])
+        birth = self.watch.find(grads)  # what the script did to gradients between block and step
+        if birth is not None and steps.blocks:
+            steps.lost = "gradients"
+            block = list(steps.blocks.values())[-1]
+            self._tell_birth(birth, Case(f"a gradient of {name} is not finite", steps.seen, [steps], block))
             return
-        if case.is_fault:
-            self.diagnosis.tell_of_persistent(case)
-        elif steps.has_been_made_at(case.block.scaler):
-            self.watch.arm()  # what makes such gradients once, and at a scale that had worked, is likely to do so again
-        else:
-            lost.back_off = FALLING
-            if steps.held is not None and not steps.held.is_told:
-                lost.fault = lost.fault or steps.held.key
+        written = first_written(steps.optimizer)
+        if written is None:
+            return
+        steps.lost, steps.is_told = "weights", True
+        lines = [*written.lines, ("before", OLD_GRADIENTS)] if steps.had_old_gradients else written.lines
+        fault = Fault(written.words, f"{name}: {written.words}", meanings.STEP, lines, written.content, steps.seen)
+        self._tell(fault, self._growth(None))
+
+    def _look_at_skipped(self, steps: Steps) -> None:
+        """Look into a skip that is no ordinary back-off of the loss scale."""
+        if not steps.blocks:
+            return  # an optimizer that no block has named
+        overflowed = overflowed_scalers(steps.optimizer)
+        scaler = min(overflowed, key=_scale_of, default=list(steps.blocks)[-1])
+        block = steps.blocks.get(scaler) or list(steps.blocks.values())[-1]
+        name = self._name_of(steps, steps.seen)
+        if steps.had_old_gradients and not overflowed:
+            head = f"{name} was skipped: {OLD_GRADIENTS}, and no loss overflowed"
+            self._tell(Fault("old gradients", head, meanings.OLD_GRADIENTS, [], {}, steps.seen), None)
+            return
+        persists = steps.overflows_persist(_scale_of(scaler))
+        why = f", as were {steps.often}" if persists else ""
+        case = Case(f"{name} was skipped{why}: a gradient is not finite", steps.seen, [steps], block)
+        if self.watch.is_on:
+            birth = self.watch.find(lost_gradients([steps.optimizer]))
+            if birth is not None and birth.may_end_at_lower_scale(block.scale) and not persists:
+                steps.held = birth
+            elif birth is not None:
+                self._tell_birth(birth, case)
+            elif persists:
+                self._tell_unknown(case, "no op that was seen made it")
+        elif persists and steps.held is not None:
+            self._tell_birth(steps.held, case)
+        elif persists:
+            self._tell_unknown(case, "no op that was seen made it")
+        elif steps.has_been_made_at(block):
+            self.watch.arm()
         if steps.skips % SKIPS_TO_A_WATCH == 0:
             self.watch.arm(1)
 
-    def _look_at_made_step(self, optimizer: Optimizer, steps: OptimizerSteps) -> None:
-        """Tell of weights that are not finite and that the step has written, and at the first step of its numbers."""
-        is_first = steps.made == 0
-        were_finite = steps.weights.are_finite
-        written, self.underflow = steps.after(optimizer)
-        if is_first:
-            self._tell_of_numbers(optimizer, steps.seen, [] if written is None else written.covers)
-        if written is not None:
-            grads = lost_gradients([optimizer])
-            event, _ = self.watch.find(grads)  # what the script did to gradients between block and step
-            was_seen = event is not None and steps.block is not None
-            lost = steps.lost = LostStep("gradients" if was_seen else "weights", was_watched=was_seen)
-            self.diagnosis.record(lost, is_skipped=False)
-            if event is not None and steps.block is not None:
-                head = f"A gradient of step {steps.seen} is not finite."
-                self.diagnosis.blame(event, Case(head, steps.seen, "gradients", [steps], steps.block, grads))
-            else:
-                self.diagnosis.tell_of_written(written, lost)
-        if were_finite and not steps.weights.are_finite and steps.lost is not None:
-            self.diagnosis.spoiled.note(self.diagnosis.current, steps.lost.fault)
-
-    def _tell_of_numbers(self, optimizer: Optimizer, step: int, told: Sequence[str]) -> None:
-        """Tell of those that the parameters' dtype does not hold: they may cost nothing, and are not counted."""
-        faults = {number.text: number.fault for number in not_representable(optimizer)}  # one for all groups
-        for fault in faults.values():
-            if fault.key not in told:
-                fault.step = step
-                fault.message().emit(self.telling.json)
-
-    # -- the optimizers of a block -----------------------------------------------------------------------------------
-    def _steps_of(self, optimizer: Optimizer) -> OptimizerSteps:
-        if optimizer not in self.steps:
-            self.steps[optimizer] = OptimizerSteps(optimizer)
-        return self.steps[optimizer]
-
-    def _is_lost(self, optimizers: Sequence[Optimizer]) -> bool:
-        return any(self._steps_of(one).lost is not None for one in optimizers)
-
-    def _name_of_step(self, number: int, optimizer: Optimizer | None) -> str:
-        """As in "step 31"; with the optimizer, where there are several."""
-        if len(self.steps) < 2 or optimizer is None:
-            return f"step {number}"
-        return f"step {number} of optimizer {list(self.steps).index(optimizer)} ({optimizer_name(optimizer)})"
-
-    # -- looking into a lost step ------------------------------------------------------------------------------------
-    def _look_into_block(
-        self, head: str, what: str, optimizers: Sequence[Optimizer], block: BlockScale, tensors: list[torch.Tensor]
+    def _look_into(
+        self, what: str, head: str, all_steps: Sequence[Steps], block: Block, tensors: list[torch.Tensor]
     ) -> None:
-        """Look into the step to come, which a block has lost; ``head`` has a gap for its name."""
-        number = max([self._steps_of(one).seen for one in optimizers], default=self.diagnosis.ended) + 1
-        name = self._name_of_step(number, optimizers[0] if optimizers else None)
-        all_steps = [self._steps_of(one) for one in optimizers]
+        """Look into a loss, or gradients, that are not finite; ``head`` has a gap for the name of the step to come."""
         for steps in all_steps:
-            steps.lost = LostStep(what)
-        self.diagnosis.look_into(Case(head.format(name), number, what, all_steps, block, tensors))
+            steps.lost = what
+        is_watched = self.watch.is_on
+        if self.counts.spoiled_at and (self._is_spoiling_told or not is_watched):
+            return  # weights that are not finite lose every step
+        number = max([steps.seen for steps in all_steps], default=self.counts.steps) + 1
+        name = self._name_of(all_steps[0], number) if all_steps else f"step {number}"
+        case = Case(head.format(name), number, all_steps, block)
+        if is_watched:
+            birth, known = self.watch.find(tensors), "no op that was seen made it"
+        else:
+            is_nan = what == "loss" and bool(torch.isnan(tensors[0]).any())
+            birth, known = self.forwards.find(what == "gradients", is_nan)
+        if birth is None:
+            self._tell_unknown(case, known)
+        elif birth.kind != "parameter" or not self.counts.spoiled_at:
+            self._tell_birth(birth, case)
 
-    # -- the end -----------------------------------------------------------------------------------------------------
+    # -- telling -------------------------------------------------------------------------------------------------------
+    def _tell_birth(self, birth: Birth, case: Case) -> None:
+        """Tell where a value was born that is not finite."""
+        for steps in case.steps:
+            steps.is_told = True
+        if birth.kind == "parameter":
+            for optimizer, steps in self.steps.items():
+                steps.weights.look(optimizer)  # so that the next step is not blamed for what `data` has written
+            if not self._are_weights_finite():
+                self.counts.spoiled_at, self._is_spoiling_told = case.number, True
+        scale, is_dynamic = case.block.scale, case.block.scaler.dynamic
+        lines, content = birth.lines(scale, is_dynamic), birth.as_dict(scale)
+        fault = Fault(birth.words, case.head, birth.row(), lines, content, case.number, birth.key)
+        if birth.is_scaled and case.steps:
+            fault.key += f" of optimizer {list(self.steps.values()).index(case.steps[0])}"
+        if not self.telling.is_known(fault):
+            self.watch.disarm()  # what comes again stays watched, to be counted
+        self._tell(fault, self._growth(birth.read))
+        if birth.kind in ("input", "buffer") and not self.watch.is_on:
+            self.watch.arm()  # to see what makes it
+
+    def _tell(self, fault: Fault, growth: Growth | None) -> None:
+        fault.growth = growth
+        self.telling.tell(fault, self.counts.steps)
+
+    def _tell_unknown(self, case: Case, known: str) -> None:
+        """Watch the next steps; tell, once, that a birth was not found."""
+        steps = self.watch.arm()
+        more = f"; the next {steps} steps are watched as they run" if steps else ""
+        fault = Fault("", f"{case.head}; {known}{more}", meanings.UNKNOWN, [], {}, case.number)
+        fault.growth = self._growth(None)
+        self.telling.tell_unknown(fault)
+
+    def _growth(self, read: frozenset[int] | None) -> Growth | None:
+        """The weight of any optimizer that has grown most, of those that were ``read``."""
+        grown = [steps.weights.history.growth(optimizer, read) for optimizer, steps in self.steps.items()]
+        return max((one for one in grown if one is not None), key=lambda one: one.times, default=None)
+
+    def _are_weights_finite(self) -> bool:
+        return all(steps.weights.are_finite for steps in self.steps.values())
+
+    def _steps_of(self, optimizers: Sequence[Optimizer]) -> list[Steps]:
+        for one in optimizers:
+            if one not in self.steps:
+                self.steps[one] = Steps(one)
+        return [self.steps[one] for one in optimizers]
+
+    def _name_of(self, steps: Steps, number: int) -> str:
+        """As in "step 31"; with the optimizer, where there are several."""
+        if len(self.steps) < 2:
+            return f"step {number}"
+        index = list(self.steps.values()).index(steps)
+        return f"step {number} of optimizer {index} ({optimizer_name(steps.optimizer)})"
+
+    # -- the end -------------------------------------------------------------------------------------------------------
     def last_words(self) -> list[Message]:
-        """What is to be told when the run ends: the verdict, and before it what was held back without need."""
-        steps = self.diagnosis.ended
-        if steps == 0 and not self.blocks_begun:
-            event = self.forwards.find_in_latest()
-            return [] if event is None else [Message("verdict", _without_block(event))]
-        if steps == 0 and self.telling.told:
+        """Tell what was held back in a run that was mostly skipped; returns the counts of all ranks."""
+        counts = self.counts
+        self.telling.stop = False  # the script ends
+        if counts.steps == 0 and counts.blocks == 0:
+            birth = self.forwards.find_in_latest()  # of a script that leaves out each batch
+            head = "no step was made, and no scale_loss block begun; the last forward returned what is not finite."
+            return [] if birth is None else [Message("verdict", head, birth.lines(1.0, False), birth.as_dict(1.0))]
+        if counts.steps == 0 and self.telling.steps:
             return []  # explain itself has ended the script
-        if steps == 0:
-            blocks = f"{counted(self.blocks_begun, 'scale_loss block')} {were(self.blocks_begun)}"
-            old = self._old_gradients()
-            return [Message("verdict", f"no step was made: {blocks} followed by no optimizer.step(){old}.")]
-        held = []
-        if is_mostly_skipped(self.diagnosis.lost, steps):
-            held = self.telling.held_for_nothing()
-        own = Account(
-            rank=rank(),
-            steps=steps,
-            lost=put_down(self.diagnosis.lost),
-            told={fault.key: fault.cause for fault in self.telling.told},
-            has_told_unknown=self.telling.has_told_unknown,
-            weights_lost_at=self.diagnosis.spoiled.since,
-            warned=warned(),
-            underflow=self.underflow,
-            unstepped=self._unstepped(),
-            lost_buffers=self.diagnosis.spoiled.buffers_lost_since(),
-        )
-        verdict = Verdict(self.ranks.gather(own), self.ranks.count)
-        return [*held, Message("verdict", str(verdict), content=verdict.as_dict())]
+        if 2 * counts.skipped > counts.steps and not self.telling.steps:
+            for steps in self.steps.values():
+                if steps.held is not None:
+                    case = Case(f"{steps.often} were skipped", steps.seen, [steps], list(steps.blocks.values())[-1])
+                    self._tell_birth(steps.held, case)
+        self._fill(counts)
+        found = sorted(self.ranks.gather(counts).items())
+        return [of_rank.message(rank, self.ranks.count) for rank, of_rank in found] if self.ranks.is_first else []
 
-    def _unstepped(self) -> str:
-        """The blocks after the last step, in words, if they are far more than a step usually takes; otherwise ""."""
-        since = self.blocks_begun - self._blocks_at_step
-        if since <= max(WINDOW, 2 * self._most_blocks):
-            return ""
-        return f"no step was made after the last {since} scale_loss blocks{self._old_gradients()}"
-
-    def _old_gradients(self) -> str:
-        """As a part of a sentence, that no zero_grad() has cleared what is not finite; "" where none is left."""
-        if not lost_gradients(list(self.steps)):
-            return ""
-        return ", and gradients that are not finite were not cleared: call zero_grad() where no step is made too"
-
-
-def _without_block(event: Event) -> str:
-    """For a script that leaves out each batch, since what the model returns is not finite."""
-    return (
-        "no step was made, and no scale_loss block begun: the last forward returned what is not finite, made in"
-        f" {cause_of(event)}."
-    )
+    def _fill(self, counts: Counts) -> None:
+        """Add to the counts what is known at the end."""
+        counts.told = dict(self.telling.steps)
+        counts.warned = warned()
+        for scaler, first in self._first_blocks.items():
+            of = f" of loss {scaler.loss_id}" if len(self._first_blocks) > 1 else ""
+            counts.scales[of] = [first.scale, _scale_of(scaler)]
+        if self._underflow:
+            counts.at_end.append(self._underflow)
+        if counts.blocks_since and lost_gradients(list(self.steps)):
+            counts.at_end.append("gradients are not finite, and were not cleared")
 
 
 def _number_in(loss: torch.Tensor) -> str:

@@ -1,7 +1,7 @@
 """The probe: sees every op, and follows what is not finite from where it was born to where it ends up.
 
-An inf that softmax turns into a zero is not a fault (masks do that on purpose); the one to name is the one that reaches
-an output or a gradient. So every non-finite tensor carries its origin, the op that made it from finite inputs.
+An inf that softmax turns into a 0 is no fault: masks do that on purpose. The birth to tell is that of what reaches the
+loss or a gradient, so each tensor that is not finite carries its origin.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -18,51 +18,43 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import _torch
 from ampcompat.tools.core import HALF_DTYPES, Args, Kwargs, master_of, tensors_in
-from ampcompat.tools.explain.call import CAST_OPS, DIVISIONS, Call
-from ampcompat.tools.explain.event import ARGUMENT, COLLECTIVE, GIVEN, UNSEEN, Event
-from ampcompat.tools.explain.made import Made, MadeTensors
-from ampcompat.tools.explain.places import Place, Places
-from ampcompat.tools.explain.rows import far_rows, lost_rows
-from ampcompat.tools.explain.twins import Twins
+from ampcompat.tools.explain.birth import OP, UNSEEN, Birth
+from ampcompat.tools.explain.call import CAST_OPS, Call
+from ampcompat.tools.explain.made import MadeTensors
+from ampcompat.tools.explain.places import NOWHERE, Place, Places
+from ampcompat.tools.explain.tensor_facts import TensorFacts
 from ampcompat.tools.frames import is_called_by_amp
-from ampcompat.tools.tensors import count_not_finite, covers_storage, is_finite, largest, readable, storage
+from ampcompat.tools.tensors import covers_storage, is_finite, largest, readable, storage
+
+#: Arguments that are not infinite on purpose, as a mask may be.
+_NO_MASKS = ("weight", "bias", "target", "pos_weight")
 
 
 class Later(NamedTuple):
-    """A second birth in one tensor."""
+    """A second birth in one tensor, and where values of it were lost already."""
 
-    event: Event
-    before: torch.Tensor  # where values were lost already
-
-
-#: Ops that give inf of 0.
-_INFINITE_AT_ZERO = ("log", "log_", "log2", "log10")
+    birth: Birth
+    before: torch.Tensor
 
 
 class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context that examines the result of every op. Reads the device at each: not for a run that is well.
+    """Context that looks at the result of every op. Reads the device at each: not for a run that is well.
 
     Args:
-        places: Knows where ops come from; entered around the probe.
+        places: Knows where ops stand; entered around the probe.
     """
 
     def __init__(self, places: Places) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.places = places
-        self.events: list[Event] = []  # what was born, in order
-        self.came_in: list[Event] = []  # those of them that came into a forward with its input, or a buffer
-        self.inputs: list[tuple[str, torch.Tensor]] = []  # of the last forward of each model
-        # By storage: where what is not finite in it was born, and what was born there later.
-        self.origins: dict[int, Event] = {}
-        self.later: dict[int, Later] = {}
+        self.births: list[Birth] = []  # in order
         self.made = MadeTensors()
-        self.twins = Twins()
-        self._hidden: set[int] = set()  # the numbers of events whose inf some op has taken away, as torch.where does
-        self._lost_buffers: dict[Event, int] = {}  # the storages of those that came into a forward not finite
-        self._outside: dict[int, str] = {}  # in words, by storage: what models are given, and what they hold
-        self._weights: set[int] = set()  # storages of those that are parameters
-        self._unread: set[int] = set()  # and of those that no op has read yet: these are not why
-        self._reduced: set[int] = set()  # what other ranks write into, some time after the collective was called
+        self._origins: dict[int, Birth] = {}  # by storage
+        self._later: dict[int, Later] = {}  # by storage
+        self._parameters: set[int] = set()  # storages
+        self._read: set[int] = set()  # those that an op has read
+        self._lost_buffers: dict[Birth, int] = {}  # storages of buffers that were not finite before a forward
+        self._reduced: set[int] = set()  # storages that other ranks write into, some time after the collective
         self._is_paused = False
         self._process = os.getpid()  # the copies that a data loader forks are not looked at
 
@@ -75,76 +67,57 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._is_paused = before
 
+    # -- what comes from outside ---------------------------------------------------------------------------------------
     def given_to(self, model: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
-        """Note what ``model`` gets and holds that is not finite, and comes from nowhere that was seen."""
-        kind = type(model).__name__
-        inputs = [(str(number), tensor) for number, tensor in enumerate(tensors_in((args, kwargs)))]
-        self.inputs = inputs
-        for op, tensors in (
-            ("input", inputs),
-            ("parameter", model.named_parameters()),
-            ("buffer", model.named_buffers()),
-        ):
+        """Note what ``model`` gets and holds that is not finite, and that no op has made."""
+        self._parameters.update(storage(one) for one in model.parameters() if readable(one))
+        given = [(str(number), tensor) for number, tensor in enumerate(tensors_in((args, kwargs)))]
+        held = {"input": given, "parameter": model.named_parameters(), "buffer": model.named_buffers()}
+        for kind, tensors in held.items():
             for name, tensor in tensors:
-                self._note_outside(op, name, kind, tensor)
-                if is_finite(tensor):
-                    continue
-                origin = self.origins.get(storage(tensor))
-                if origin is None:
-                    master = master_of(tensor)
-                    value = largest(tensor if master is None else master.value)
-                    place = Place(name, "", "", None, kind)
-                    is_mask = bool((tensor.amin() == -torch.inf) & (tensor.amax() <= 0))
-                    event = self._born(tensor, op, place, value, rows=lost_rows(tensor), holds_mask=is_mask)
-                    if op == "buffer":
-                        self._lost_buffers[event] = storage(tensor)
-                elif op == "input":
-                    self.came_in.append(origin)
+                if not is_finite(tensor) and storage(tensor) not in self._origins:
+                    self._note_given(kind, f"{kind} {name} of {type(model).__name__}", tensor)
 
-    def _note_outside(self, what: str, name: str, kind: str, tensor: torch.Tensor) -> None:
-        if not readable(tensor):
-            return
-        key = storage(tensor)
-        self._outside[key] = f"{what} {name} of {kind}"
-        if what == "parameter" and key not in self._weights:
-            self._weights.add(key)
-            self._unread.add(key)
+    def _note_given(self, kind: str, name: str, tensor: torch.Tensor) -> None:
+        birth = self._note(Birth(kind, name, NOWHERE, False, TensorFacts.of(kind, tensor)), tensor)
+        master = master_of(tensor)
+        if master is not None:
+            birth.inputs.append(TensorFacts.of("its master", master.value))
+        if kind == "buffer":
+            self._lost_buffers[birth] = storage(tensor)
 
-    def origin(self, tensors: Iterable[torch.Tensor]) -> Event | None:
-        """The earliest origin of what is not finite in ``tensors``."""
-        bad = [t for t in tensors if not is_finite(t)]
-        found = [self.origins[storage(t)] for t in bad if storage(t) in self.origins]
-        first = min(found, key=self.events.index, default=None)
-        if first is not None:
-            first = self._behind(first)
-        if first is not None and first.op not in (*GIVEN, ARGUMENT):
-            others = [one for number, one in enumerate(self.events) if one is not first and number not in self._hidden]
-            first.alike = [one.place for one in others if _kind(one) == _kind(first)]
-        return first
+    def _note_unseen(self, call: Call, tensor: torch.Tensor, place: Place) -> Birth:
+        """Note an argument that is not finite, and that no op has made that was seen."""
+        name = call.name_of(tensor)
+        is_seen = storage(tensor) not in self._reduced and not is_called_by_amp(sys._getframe())
+        words = f"{name}, given to {place.function or call.name},"
+        kind = "tensor" if is_seen else UNSEEN
+        return self._note(Birth(kind, words, place, False, TensorFacts.of(name, tensor)), tensor)
 
-    def writer_of(self, event: Event) -> Event | None:
-        """What has written the buffer that ``event`` is, after a forward was given it not finite already."""
-        writer = self.origins.get(self._lost_buffers.get(event, 0))
-        return None if writer is None or writer.op in GIVEN else writer
+    # -- origins -------------------------------------------------------------------------------------------------------
+    def origin(self, tensors: Iterable[torch.Tensor]) -> Birth | None:
+        """The earliest birth of what is not finite in ``tensors``."""
+        bad = [storage(one) for one in tensors if not is_finite(one)]
+        found = [self._origins[key] for key in bad if key in self._origins]
+        first = min(found, key=self.births.index, default=None)
+        return None if first is None else _behind(first)
 
-    def _behind(self, event: Event) -> Event:
-        """The overflow whose inf a division made the 0 that ``event`` takes, as in log(1 / inf); else ``event``."""
-        is_of_zero = bool(event.zeros) or (event.op in _INFINITE_AT_ZERO and event.is_undefined and not event.is_nan)
-        if not is_of_zero:
-            return event
-        sources = [made for one in event.made for made in (one, one.largest_input) if made is not None]
-        for made in sources:
-            behind = None if made.hides is None else self.events[made.hides]
-            if behind is not None and behind.out_of_range and made.op.removesuffix("_") in DIVISIONS:
-                behind.spread, behind.becomes = made.place._replace(function=made.op), "0"
-                return behind
-        return event
+    def birth_of(self, tensors: Iterable[torch.Tensor]) -> Birth | None:
+        """The same; None also where another rank, or something else that was not seen, made it."""
+        birth = self.origin(tensors)
+        return None if birth is None or birth.kind == UNSEEN else birth
 
-    def received(self, grads: Iterable[torch.Tensor]) -> None:
-        """Note gradients that a backward begins with."""
-        for grad in grads:
-            self.made.received(grad)
+    def writer_of(self, birth: Birth) -> Birth | None:
+        """What has written a buffer that was not finite before a forward, after that forward; else None."""
+        writer = self._origins.get(self._lost_buffers.get(birth, 0))
+        return None if writer is birth else writer
 
+    def argument(self) -> Birth | None:
+        """The first argument of an op that was not finite and is no mask, by its name."""
+        of_ops = (one for one in self.births if one.kind == "tensor")
+        return next((one for one in of_ops if one.out.name in _NO_MASKS), None)
+
+    # -- ops -----------------------------------------------------------------------------------------------------------
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
@@ -152,185 +125,150 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
         call = Call(func, args, kwargs or {})
         result = func(*call.args, **call.kwargs)
+        inputs = set(map(storage, call.inputs))
         if call.is_collective:
-            self._reduced.update(storage(tensor) for tensor in call.inputs)
-        for out in tensors_in(result):
+            self._reduced |= inputs
+        self._read |= inputs & self._parameters
+        for index, out in enumerate(tensors_in(result)):
             if readable(out):
-                self._examine(call, out, result)
+                self._look_at(call, out, index)
         if result is None:
             self._follow_lists(call)
         return result
 
     def _follow_lists(self, call: Call) -> None:
-        """Follow what is not finite through an op that writes into each tensor of its first list, and returns nothing.
-
-        As ``_foreach_add_`` does, with which amp adds gradients.
-        """
+        """Follow an op that writes into each tensor of its first list, as ``_foreach_add_``, by which amp adds."""
         lists = [value for value in call.args if isinstance(value, (list, tuple))]
         for written, *others in zip(*lists, strict=False):
-            if not isinstance(written, torch.Tensor) or not readable(written) or is_finite(written):
+            if not isinstance(written, torch.Tensor) or is_finite(written):
                 continue
             origin = self.origin(other for other in others if isinstance(other, torch.Tensor) and readable(other))
             if origin is not None:
-                self.origins.setdefault(storage(written), origin)
+                self._origins.setdefault(storage(written), origin)
 
-    def _examine(self, call: Call, out: torch.Tensor, result: object) -> None:
+    def _look_at(self, call: Call, out: torch.Tensor, index: int) -> None:
         """Note how a result was made, and where what is not finite in it comes from."""
+        key = storage(out)
         if "empty" in call.name:  # what is there is not read before it is written
-            self.origins.pop(storage(out), None)
-            self.twins.forget(out)
+            self._origins.pop(key, None)
             return
-        is_written = any(t is out for t in call.inputs)
-        is_view = not is_written and any(storage(t) == storage(out) for t in call.inputs)
-        self._unread.difference_update(map(storage, call.inputs))
-        sources = self.made.of(call.inputs)
-        given = [self.events.index(origin) for origin in self._origins_in(call)]
-        made = self.made.note(call, out, self.places.here(), is_view, min(given, default=None), self._weights)
-        if made.largest < float("inf"):
-            if made.hides is not None:
-                if not is_view:  # which may be of the finite part alone
-                    self._hidden.add(made.hides)
-                self.events[made.hides].may_reach_layer = True
-            if not is_view and covers_storage(out):
-                self.origins.pop(storage(out), None)
-                self.twins.renew(call, out, result)
-            elif is_written:
-                self.twins.overwrite(out)
+        place = self.places.here()
+        if is_finite(out):
+            self.made.note(call, out, index, place, self._hidden_by(call))
+            is_view = any(storage(one) == key and one is not out for one in call.inputs)
+            if covers_storage(out) and not is_view:
+                self._origins.pop(key, None)
             return
-        origin = self._origin_of(call, out if is_written else None)
+        origin = self._origin_of(call, out, place)
         beside_mask = None if origin is None or not origin.is_mask else _lost_beside(call, out)
         if origin is None or beside_mask is not None:
-            event = self._born_of(call, out, result, made, sources)
-            if beside_mask is not None:
-                twin = self.twins.of(out)
-                event.value = largest((out if twin is None else twin)[beside_mask])
-                event.not_finite = int(beside_mask.sum())
-            return
-        self.twins.follow(call, result, origin, made.place)
-        if _torch.current_node() is not None:
-            origin = self._reaching(call, out, origin, made)
-        if origin.spread is None and not origin.is_nan and bool(torch.isnan(out).any()):
-            origin.spread = made.place
-            origin.is_divided_by_sum = self.made.is_quotient_of_sum(call, origin.op)
-        self.origins[storage(out)] = origin
+            self._born(call, out, index, place, beside_mask)
+        else:
+            if _torch.current_node() is not None:
+                origin = self._reaching(call, out, origin, place)
+            if origin.became is None and _is_new_nan(call, out):
+                origin.became = place, "NaN"
+            self._origins[key] = origin
+        self.made.note(call, out, index, place, None)
 
-    def _born_of(self, call: Call, out: torch.Tensor, result: object, made: Made, sources: list[Made]) -> Event:
-        """Note that an op gave ``out`` from finite inputs, or from some that a mask has written."""
-        node = _torch.current_node()
-        last = call.inputs[-1] if call.inputs else out
-        denominator = call.denominator
+    def _hidden_by(self, call: Call) -> Birth | None:
+        """The birth of what is not finite in the inputs of an op whose result is finite; None where nothing is."""
+        known = [one for one in call.inputs if storage(one) in self._origins]
+        bad = [self._origins[storage(one)] for one in known if not is_finite(call.before(one))]
+        return min(bad, key=self.births.index, default=None)
+
+    def _origin_of(self, call: Call, out: torch.Tensor, place: Place) -> Birth | None:
+        """The origin of what is not finite in the inputs of an op; None where they are finite."""
+        is_written = any(one is out for one in call.inputs)
+        is_replaced = is_written and call.name == "copy_" and covers_storage(out)
+        before = self._origins.get(storage(out)) if is_written and not is_replaced else None
+        if before is not None and not before.is_mask:
+            return before
+        # What other ranks have written into it since the collective was called came before this op.
+        read = [one for one in call.inputs if one is not out or storage(one) in self._reduced]
+        bad = _but_masks([one for one in read if not is_finite(one)])
+        unseen = next((one for one in bad if storage(one) not in self._origins), None)
+        argument = None if unseen is None else self._note_unseen(call, unseen, place)
+        known = self.origin(one for one in bad if one is not unseen)
+        return known or before or argument
+
+    def _born(
+        self, call: Call, out: torch.Tensor, index: int, place: Place, where: torch.Tensor | None = None
+    ) -> Birth:
+        """Note that an op made ``out`` not finite: of finite inputs, or, ``where`` that is given, beside a mask."""
         is_cast_by_amp = call.name == "_to_copy" and is_called_by_amp(sys._getframe())
-        return self._born(
-            out,
-            COLLECTIVE if call.is_collective else call.name,
-            made.place._replace(function="") if is_cast_by_amp else made.place,
-            self.twins.begin(call, result) if out.dtype in HALF_DTYPES else made.largest,
-            scalars=made.scalars,
-            zeros=None if denominator is None else int((denominator == 0).sum()),
-            denominator=None if denominator is None else next(iter(self.made.of([denominator])), None),
-            is_of_whole=last is not out and self.made.is_whole(last if denominator is None else denominator),
-            is_of_forward=node is not None and not any(source.is_gradient for source in sources),
-            is_by_number_zero="div" in call.name and 0.0 in call.numbers,
-            is_of_nothing=any(t.numel() == 0 for t in call.inputs),
-            made=sources,
-            weights=made.weights,
-            comes_from=self._outside.get(storage(call.inputs[0]), "") if call.inputs else "",
-            node="" if node is None else node.name(),
-            far_rows=far_rows(out, call.inputs, self.inputs) if node is None else "",
+        backward = _torch.current_node() is not None
+        birth = Birth(
+            kind=UNSEEN if call.is_collective else OP,
+            name=call.name,
+            place=place._replace(function="") if is_cast_by_amp else place,
+            is_backward=backward,
+            out=TensorFacts.of("result", out),
+            inputs=[TensorFacts.of(call.name_of(one), call.before(one)) for one in call.inputs],
+            numbers=call.numbers,
+            gradient=self.made.gradient_in(call),
+            read=frozenset(self._read),
         )
+        if out.dtype in HALF_DTYPES:
+            wide = call.in_float32()
+            if index < len(wide):
+                birth.float32 = largest(wide[index] if where is None else wide[index][where])
+        if not birth.is_held_by_float32:
+            birth.zero = self.made.zero_in(call)
+        return self._note(birth, out)
 
-    def _born(self, tensor: torch.Tensor, op: str, place: Place, value: float | None, **more: Any) -> Event:
-        """Note the birth of what is not finite in ``tensor``; ``more`` are further fields of :class:`Event`."""
-        event = Event(
-            op=op,
-            place=place,
-            backward=_torch.current_node() is not None,
-            dtype=tensor.dtype,
-            value=value,
-            not_finite=count_not_finite(tensor),
-            elements=tensor.numel(),
-            unread=frozenset(self._unread),
-            **more,
-        )
-        self.events.append(event)
-        self.origins[storage(tensor)] = event
-        return event
+    def _note(self, birth: Birth, tensor: torch.Tensor) -> Birth:
+        self.births.append(birth)
+        self._origins[storage(tensor)] = birth
+        return birth
 
-    def _reaching(self, call: Call, out: torch.Tensor, origin: Event, made: Made) -> Event:
+    # -- behind a mask of a backward -----------------------------------------------------------------------------------
+    def _reaching(self, call: Call, out: torch.Tensor, origin: Birth, place: Place) -> Birth:
         """What has reached ``out`` in a backward: ``origin``, or a later birth, where a mask has taken the first.
 
         A ReLU masks the infinite gradients of what it has set to 0; others may have overflowed in a cast on the way.
         """
-        self.later.pop(storage(out), None)
-        alike = (t for t in call.inputs if t is not out and t.shape == out.shape)
-        source = next((t for t in alike if self.origins.get(storage(t)) is origin), None)
+        self._later.pop(storage(out), None)
+        alike = (one for one in call.inputs if one is not out and one.shape == out.shape)
+        source = next((one for one in alike if self._origins.get(storage(one)) is origin), None)
         if source is None:
             return origin
-        later = self.later.get(storage(source)) or self._later_in(call, out, source, made)
+        later = self._later.get(storage(source)) or self._later_in(call, out, source, place)
         if later is None or later.before.shape != out.shape:
             return origin
         is_first_there = bool((later.before & ~torch.isfinite(out)).any())
         if not is_first_there:
-            return later.event
-        self.later[storage(out)] = later
+            return later.birth
+        self._later[storage(out)] = later
         return origin
 
-    def _later_in(self, call: Call, out: torch.Tensor, source: torch.Tensor, made: Made) -> Later | None:
+    def _later_in(self, call: Call, out: torch.Tensor, source: torch.Tensor, place: Place) -> Later | None:
         """Note what a cast of ``source``, some of whose values are lost already, has lost besides."""
         was_lost = ~torch.isfinite(source)
         is_new = ~torch.isfinite(out) & ~was_lost
         if call.name not in CAST_OPS or not bool(is_new.any()):
             return None
-        event = self._born(out, call.name, made.place, largest(source[is_new]))
-        event.not_finite = int(is_new.sum())
-        return Later(event, was_lost)
-
-    def _origins_in(self, call: Call) -> list[Event]:
-        """The origins of what is not finite in the inputs of ``call``."""
-        known = [tensor for tensor in call.inputs if storage(tensor) in self.origins]
-        return [self.origins[storage(tensor)] for tensor in known if not is_finite(tensor)]
-
-    def _origin_of(self, call: Call, written: torch.Tensor | None) -> Event | None:
-        """The origin of what is not finite in the inputs of an op; None where they are finite."""
-        is_replaced = written is not None and call.name == "copy_" and covers_storage(written)
-        before = None if written is None or is_replaced else self.origins.get(storage(written))
-        if before is not None and not before.is_mask:
-            return before
-        # What other ranks have written into it since the collective was called came before this op.
-        read = [tensor for tensor in call.inputs if tensor is not written or storage(tensor) in self._reduced]
-        known = self.origin(_but_masks(read))
-        argument = self._unknown_argument(call, read)  # noted in any case: the watch may prefer it
-        return known or before or argument
-
-    def _unknown_argument(self, call: Call, read: list[torch.Tensor]) -> Event | None:
-        """Note the first of the tensors ``read`` that is not finite and comes from nowhere that was seen."""
-        unseen = [tensor for tensor in read if storage(tensor) not in self.origins]
-        unknown = next((tensor for tensor in unseen if not is_finite(tensor)), None)
-        if unknown is None:
-            return None
-        place = self.places.here()
-        if storage(unknown) in self._reduced:
-            op = COLLECTIVE
-        else:
-            op = UNSEEN if is_called_by_amp(sys._getframe()) else ARGUMENT
-        return self._born(
-            unknown,
-            op,
-            place,
-            largest(unknown),
-            description=call.describe(unknown, place.function),
-            argument=call.name_of(unknown),
-            rows=lost_rows(unknown),
-        )
+        return Later(self._born(call, out, 0, place, is_new), was_lost)
 
 
-def _kind(event: Event) -> tuple[object, ...]:
-    return event.op, event.backward, event.out_of_range, event.is_undefined
+def _behind(birth: Birth) -> Birth:
+    """The overflow whose inf a division made a 0 of, if ``birth`` comes of that 0, as in log(1 / inf); else itself."""
+    zero = birth.zero
+    if zero is None or zero.hidden is None or not zero.is_division or not zero.hidden.is_held_by_float32:
+        return birth
+    zero.hidden.became = zero.hidden.became or (zero.place, "0")
+    return zero.hidden
+
+
+def _is_new_nan(call: Call, out: torch.Tensor) -> bool:
+    """Whether ``out`` has a NaN, and no input had."""
+    given = [call.before(one) for one in call.inputs]
+    return bool(torch.isnan(out).any()) and not any(bool(torch.isnan(one).any()) for one in given)
 
 
 def _lost_beside(call: Call, out: torch.Tensor) -> torch.Tensor | None:
-    """Where an op that computes each element by itself has lost what was finite in all that it was given, if it has."""
-    is_written = any(tensor is out for tensor in call.inputs)
+    """Where an op on each value by itself has lost what was finite in all its inputs; None where nowhere."""
+    is_written = any(one is out for one in call.inputs)
     if torch.Tag.pointwise not in call.func.tags or is_written:
         return None
     lost = ~torch.isfinite(out)
@@ -339,9 +277,8 @@ def _lost_beside(call: Call, out: torch.Tensor) -> torch.Tensor | None:
     return lost if bool(lost.any()) else None
 
 
-def _but_masks(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of ``tensors`` that are not finite, without those with -inf alone, masks, where others are left."""
-    bad = [tensor for tensor in tensors if not is_finite(tensor)]
+def _but_masks(bad: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of ``bad`` that are not of -inf alone, as masks are; all where there are no others."""
     if len(bad) < 2:
         return bad
-    return [tensor for tensor in bad if not bool(tensor.amax() < torch.inf)] or bad
+    return [one for one in bad if not bool(one.amax() < torch.inf)] or bad

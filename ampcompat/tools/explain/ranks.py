@@ -1,6 +1,6 @@
-"""Gather what each rank knows when a run ends, through the store that its process group was made with.
+"""Gather what each rank has counted when a run ends, through the store that its process group was made with.
 
-Every rank writes its account into the store, and rank 0 waits for all. The store outlives the group.
+Every rank writes its counts into the store, and rank 0 waits for all. The store outlives the group.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from ampcompat import _torch
 from ampcompat.tools.core import rank, world_size
-from ampcompat.tools.explain.verdict import Account
+from ampcompat.tools.explain.counts import Counts
 
 #: How long rank 0 waits for the others to end.
 PATIENCE = timedelta(seconds=10)
@@ -31,7 +31,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether the verdict is for this one to tell."""
+        """Whether the counts are for this one to tell."""
         return self._rank == 0
 
     def look(self) -> None:
@@ -42,20 +42,19 @@ class Ranks:
             self._rank = rank()
             self._store = _torch.store_for("ampcompat explain")
 
-    def gather(self, own: Account) -> list[Account]:
-        """The accounts of all ranks on rank 0, as far as they come; elsewhere the ``own`` one."""
+    def gather(self, own: Counts) -> dict[int, Counts]:
+        """The counts of all ranks on rank 0, as far as they come; elsewhere the ``own`` ones."""
         self.look()
+        found = {self._rank: own}
         if self._store is None or self.count < 2:
-            return [own]
-        own.rank = self._rank  # the group may be gone
-        accounts = [own]
+            return found
         with contextlib.suppress(RuntimeError):  # a rank that failed may have taken the store with it
-            if own.rank:
-                self._store.set(str(own.rank), json.dumps(asdict(own)))
-                return accounts
+            if self._rank:
+                self._store.set(str(self._rank), json.dumps(asdict(own)))
+                return found
             others = [str(other) for other in range(1, self.count)]
             with contextlib.suppress(RuntimeError):
                 self._store.wait(others, PATIENCE)
             came = [other for other in others if self._store.check([other])]
-            accounts += [Account(**json.loads(self._store.get(other))) for other in came]
-        return accounts
+            found |= {int(other): Counts(**json.loads(self._store.get(other))) for other in came}
+        return found

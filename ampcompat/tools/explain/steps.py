@@ -1,21 +1,23 @@
-"""Follow the steps of one optimizer: which were lost, at which loss scale, and what they have written."""
+"""The steps of one optimizer: which were lost, at which loss scales, and when a skip is no normal back-off."""
 
 from __future__ import annotations
 
-import math
+import weakref
 from collections import deque
+from typing import cast
 
 from ampcompat.tools.core import LossScaler, Optimizer, numbers_of, scale_and_passes
-from ampcompat.tools.explain.fault import Fault
-from ampcompat.tools.explain.lost import NORMAL, WINDOW, LostStep, end_fall
-from ampcompat.tools.explain.underflow import Underflow, underflow
-from ampcompat.tools.explain.weights import Weights, gradients_of
-from ampcompat.tools.explain.written import first_written
+from ampcompat.tools.explain.birth import Birth
+from ampcompat.tools.explain.weights import Weights, gradients_of, lost_gradients
 from ampcompat.tools.tensors import largest
 
+#: The last steps that are looked at, and how many of them a back-off may skip. A scale that begins at 65536 is below 1
+#: after 17 skips.
+WINDOW, MOST_SKIPS = 20, 10
 
-class BlockScale:
-    """The loss scale of one block of ``scale_loss``, and its scaler."""
+
+class Block:
+    """A ``scale_loss`` block: its scaler, and the loss scale that it began with."""
 
     def __init__(self, scaler: LossScaler) -> None:
         self.scaler = scaler
@@ -23,84 +25,71 @@ class BlockScale:
 
     @property
     def scale(self) -> float:
-        """The loss scale that it began with."""
+        """The loss scale."""
         scale, _ = scale_and_passes(self._numbers)
         return scale
 
 
-class OptimizerSteps:
+class Steps:
     """The steps of one optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
         self.seen = 0  # how many there were
-        self.made = 0  # the number of the last that was not skipped
-        self.lost: LostStep | None = None  # the step to come, if that is known to be lost
-        self.last: deque[LostStep | None] = deque(maxlen=WINDOW)  # None for a step that was not lost
-        self.held: Fault | None = None  # the explanation of gradients that may be gone at a lower loss scale
-        self.block: BlockScale | None = None  # the last
-        self.last_blocks: dict[LossScaler, BlockScale] = {}  # since the step before
+        self.skips = 0  # how many in a row were skipped, up to the last
+        self.lost = ""  # what of the step to come is known not to be finite: "loss" or "gradients"
+        self.is_told = False  # whether that was told
+        self.blocks: dict[LossScaler, Block] = {}  # the last of each scaler, since the step before
         self.weights = Weights(optimizer)
-        self.zeros = 0  # how many steps in a row, up to the last that was made, had gradients of 0 alone
-        self.largest_of_block = 0.0  # the largest gradient when the last block ended, looked at after such a step
-        self._has_stepped = False
-        self._made_at: dict[LossScaler, float] = {}  # the highest scales of steps that were made
-        self._scales: dict[LossScaler, tuple[float, int]] = {}  # and the step that each came with
-
-    def begin_block(self, optimizer: Optimizer, block: BlockScale) -> None:
-        """Note a block, and look at weights that something other than a step has written."""
-        if self._has_stepped:
-            self._has_stepped = False
-            self.last_blocks = {}
-        self.block = self.last_blocks[block.scaler] = block
-        if self.lost is not None and not any(map(largest, gradients_of(optimizer))):
-            self.lost = None  # the script has dropped that batch, and cleared its gradients
-        self.weights.look_at_written(optimizer)
-
-    def end_block(self, optimizer: Optimizer) -> None:
-        """Look at the gradients, if those of the latest step were all 0: has the script made them so after a block?"""
-        self.largest_of_block = 0.0
-        if self.zeros:
-            self.largest_of_block = max(map(largest, gradients_of(optimizer)), default=0.0)
-
-    def end(self, skipped: bool) -> None:
-        """Note that a step was made or skipped, and the scales of its blocks."""
-        self.seen += 1
+        self.steps_of_zeros = 0  # how many in a row, up to the last that was made, had gradients of 0 alone
+        self.had_old_gradients = False  # gradients that were not finite, before the first block since the step before
+        self.held: Birth | None = None  # of gradients that a lower loss scale may hold
+        self._last: deque[bool] = deque(maxlen=WINDOW)  # whether they were skipped
         self._has_stepped = True
-        if not skipped:
-            end_fall(self.last, NORMAL)
-        self.last.append(self.lost)
-        for scaler, block in self.last_blocks.items():
-            known, _ = self._scales.get(scaler, (math.nan, 0))
-            if block.scale != known:
-                self._scales[scaler] = block.scale, self.seen
-            if not skipped:
-                self._made_at[scaler] = max(block.scale, self._made_at.get(scaler, 0.0))
+        self._made_at: dict[LossScaler, float] = {}  # the highest scales of steps that were made
 
     @property
-    def skips(self) -> int:
-        """How many steps in a row were skipped, up to the last."""
-        return self.seen - self.made
+    def optimizer(self) -> Optimizer:
+        """The optimizer, which lives while its steps are asked."""
+        return cast(Optimizer, self._optimizer())
 
-    def has_been_made_at(self, scaler: LossScaler) -> bool:
-        """Whether a step was made at the loss scale of the last block of ``scaler``, or at a higher one."""
-        block = self.last_blocks.get(scaler)
-        return block is not None and block.scale <= self._made_at.get(scaler, 0.0)
-
-    def after(self, optimizer: Optimizer) -> tuple[Fault | None, Underflow | None]:
-        """Look at what a step that was made has written, and at its gradients.
+    def begin_block(self, block: Block) -> bool:
+        """Note a block; look at weights that something other than a step has written, and at gradients after a skip.
 
         Returns:
-            The fault of a weight or state that it has left not finite, and gradients that were too small.
+            Whether it is the first since the step before.
         """
-        self.made = self.seen
-        were_finite = self.weights.are_finite
-        largest_grad = self.weights.look_after_step(optimizer)
-        is_new = were_finite and not self.weights.are_finite and self.lost is None  # otherwise the fault was told
-        self.zeros = self.zeros + 1 if largest_grad == 0 else 0
-        too_small = None
-        if largest_grad is not None and self._scales:
-            scale, since = min(self._scales.values())
-            zeros = 0 if self.zeros >= WINDOW and self.weights.history.is_loss_zero() else self.zeros
-            too_small = underflow(optimizer, self.seen, largest_grad, scale, since, self.largest_of_block, zeros)
-        written = first_written(optimizer, self.seen, self.weights.history) if is_new else None
-        return written, too_small
+        is_first = self._has_stepped
+        if is_first:
+            self._has_stepped = False
+            self.blocks = {}
+            self.had_old_gradients = self.skips > 0 and bool(lost_gradients([self.optimizer]))
+        self.blocks[block.scaler] = block
+        if self.lost and not any(map(largest, gradients_of(self.optimizer))):
+            self.lost = ""  # the script has dropped that batch, and cleared its gradients
+        self.weights.look_at_written(self.optimizer)
+        return is_first
+
+    def end(self, is_skipped: bool) -> None:
+        """Note that a step was made or skipped."""
+        self.seen += 1
+        self.skips = self.skips + 1 if is_skipped else 0
+        self._last.append(is_skipped)
+        self._has_stepped = True
+        if not is_skipped and not self.lost:
+            self.held = None
+            for scaler, block in self.blocks.items():
+                self._made_at[scaler] = max(block.scale, self._made_at.get(scaler, 0.0))
+
+    def has_been_made_at(self, block: Block) -> bool:
+        """Whether a step was made at the loss scale of ``block``, or at a higher one."""
+        return block.scale <= self._made_at.get(block.scaler, 0.0)
+
+    def overflows_persist(self, scale: float) -> bool:
+        """Whether overflows persist as the loss scale falls; ``scale`` is what it has come down to."""
+        return scale < 1 or (len(self._last) == WINDOW and sum(self._last) > MOST_SKIPS)
+
+    @property
+    def often(self) -> str:
+        """As in "11 of the last 14 steps"."""
+        return f"{sum(self._last)} of the last {len(self._last)} steps"

@@ -13,27 +13,23 @@ import torch
 
 from ampcompat import _torch
 from ampcompat.tools.core import Args, Kwargs, Optimizer, live_models
-from ampcompat.tools.explain.event import ARGUMENT, COLLECTIVE, UNSEEN, Event
+from ampcompat.tools.explain.birth import Birth
 from ampcompat.tools.explain.places import Places
 from ampcompat.tools.explain.probe import Probe
 
 #: Steps that are watched after one was lost, and in the whole run.
 WATCHED, MOST_WATCHED = 50, 200
-_NOT_SHOWN = (
-    " The step was watched as it ran, and no op shows why. Ops in CUDA graphs and in DataParallel are not seen: start"
-    " the script once without graphs, on one device (CUDA_VISIBLE_DEVICES=0)."
-)
 
 
 class Watch:
-    """Watch some steps after each that was lost and whose cause is not known."""
+    """Watch some steps after each that was lost and whose birth is not known."""
 
     def __init__(self) -> None:
         self.left = 0  # steps that are still to be watched
         self._left_of_all = MOST_WATCHED
         self._places: Places | None = None
         self._probe: Probe | None = None
-        self._optimizer: weakref.ref[Optimizer] | None = None
+        self._optimizer: weakref.ref[Optimizer] | None = None  # after whose step the watch that is on has begun
 
     @property
     def is_on(self) -> bool:
@@ -46,25 +42,14 @@ class Watch:
         return self.left
 
     def disarm(self) -> None:
-        """Watch no more steps: the birth of the value is known."""
+        """Watch no more steps: the birth is known."""
         self.left = 0
 
-    def after_step(self, optimizer: Optimizer) -> None:
-        """End the watch over a step of ``optimizer``; begin that over its next, if there is to be one."""
-        if self._begun_after in (None, optimizer):
-            self._begin_next(optimizer)
-
-    def after_block(self) -> None:
-        """End the watch at a block that no step follows, and begin the next, which any step may end."""
-        if self._begun_after is None:
-            self._begin_next(None)
-
-    @property
-    def _begun_after(self) -> Optimizer | None:
-        """The optimizer after whose step the watch that is on has begun."""
-        return self._optimizer() if self.is_on and self._optimizer is not None else None
-
-    def _begin_next(self, optimizer: Optimizer | None) -> None:
+    def after_step(self, optimizer: Optimizer | None) -> None:
+        """End the watch over a step of ``optimizer``, or a block of none; begin the next, if there is to be one."""
+        begun_after = None if self._probe is None or self._optimizer is None else self._optimizer()
+        if begun_after not in (None, optimizer):
+            return
         self.stop()
         if self.left > 0:
             self.left -= 1
@@ -85,41 +70,27 @@ class Watch:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, ops are explain's own."""
-        if self._probe is None:
+        with contextlib.nullcontext() if self._probe is None else self._probe.paused():
             yield
-        else:
-            with self._probe.paused():
-                yield
 
     def given_to(self, model: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Note what comes into a forward and is not finite."""
         if self._probe is not None:
             self._probe.given_to(model, args, kwargs)
 
-    def find(self, tensors: list[torch.Tensor]) -> tuple[Event | None, str]:
-        """Find the origin of what is not finite in ``tensors``, a loss or gradients.
+    def given_loss(self, scaled: torch.Tensor) -> None:
+        """Follow the gradients of a scaled loss: they have the loss scale in them."""
+        if self._probe is not None and scaled.requires_grad:
+            scaled.register_hook(self._probe.made.note_scaled)  # type: ignore[no-untyped-call]
 
-        Returns:
-            The origin, or what is known where no op shows it, as sentences.
-        """
+    def find(self, tensors: list[torch.Tensor]) -> Birth | None:
+        """Find the birth of what is not finite in ``tensors``, a loss or gradients; None where no op shows it."""
         if self._probe is None:
-            return None, ""
-        event = self._probe.origin(tensors)
-        if event is not None and event.op == COLLECTIVE:
-            return None, " It came with the gradients of another rank."
-        if event is None or event.op == UNSEEN:
-            return None, _NOT_SHOWN
-        if event.op == "buffer":
-            writer = self._probe.writer_of(event)
-            if writer is not None:
-                self._probe.came_in.append(writer)
-            return writer or event, ""
-        if event.op == "parameter":
+            return None
+        birth = self._probe.birth_of(tensors)
+        if birth is not None and birth.kind == "buffer":
+            return self._probe.writer_of(birth) or birth
+        if birth is not None and birth.kind == "parameter":
             # A static scale lets a loss that is not finite spoil the weights: the class weights of a loss came first.
-            arguments = [one for one in self._probe.events if one.op == ARGUMENT and one.names_the_argument]
-            return next(iter(arguments), event), ""
-        return event, ""
-
-    def came_in(self, event: Event) -> bool:
-        """Whether ``event`` is the birth of a value that came into a forward with its input, or a buffer."""
-        return self._probe is not None and event in self._probe.came_in
+            return self._probe.argument() or birth
+        return birth

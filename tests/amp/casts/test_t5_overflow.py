@@ -28,10 +28,8 @@ def test_float16_overflows_and_explain_names_wo(run):
     assert result["finite"] == 0
     assert "Gradient overflow" not in said  # the script asks for verbosity=0
     assert said.count("ampcompat explain: ") == 2  # with the verdict
-    assert "40 of 40 steps were skipped; the cause is " in said
-    assert "where     block.1.wo (Linear), in T5" in said
+    assert "block.1.wo" in said
     assert "self.wo(forwarded)" in said
-    assert "hint      amp.initialize(..., keep_fp32=['block.1.wo'])" in said
 
 
 @pytest.mark.slow

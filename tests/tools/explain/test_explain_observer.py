@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 import torch.nn.functional as F
-from amp_training import explainer, initialized, last_words, make_step, reset
+from amp_training import explainer, initialized, make_step, reset
+from explain_kit import explain, told
 from internals import observers
 from packaging.version import Version
 from torch import nn
@@ -19,9 +20,7 @@ from torch import nn
 from ampcompat import amp
 from ampcompat._torch import TORCH
 from ampcompat.amp import observers as amp_observers
-from ampcompat.tools.explain import explain_overflows
-from ampcompat.tools.explain.again import run_again
-from ampcompat.tools.explain.forwards import MOST_FORWARDS
+from ampcompat.tools.explain.again import ANOTHER, MOST_FORWARDS, run_again
 
 #: What looks at a loss, and copies the scale.
 LOOK = {"detach", "amin", "amax", "neg", "maximum", "isfinite", "eq", "abs", "ne", "mul", "stack", "_to_copy"}
@@ -50,14 +49,14 @@ class Net(nn.Module):
         return self.fc2(h) * boost + self.queue.sum() * 1e-3
 
 
-def run(level, explain, accumulate=1, fused=False, steps=6):
+def run(level, explained, accumulate=1, fused=False, steps=6):
     torch.manual_seed(0)
     random.seed(0)
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=fused or None)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    if explain:
-        explain_overflows()
+    if explained:
+        explain()
     seen = []
     for step in range(steps):
         for _ in range(accumulate):
@@ -81,9 +80,9 @@ def run(level, explain, accumulate=1, fused=False, steps=6):
 def test_bitwise_the_same_run(level, accumulate, capsys):
     plain = run(level, False, accumulate)
     reset()
-    assert "ampcompat explain" not in capsys.readouterr().err
     watched = run(level, True, accumulate)
-    assert "ampcompat explain" in capsys.readouterr().err
+    seen = told(capsys)
+    assert seen.faults or seen.unknown
     assert len(plain) == len(watched)
     for a, b in zip(plain, watched, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
@@ -91,7 +90,7 @@ def test_bitwise_the_same_run(level, accumulate, capsys):
 
 def test_a_fused_optimizer_is_asked_at_the_next_block(capsys):
     run("O1", True, fused=True)
-    assert "ampcompat explain: The loss of step 4 is inf." in capsys.readouterr().err
+    assert told(capsys).first["step"] == 4
 
 
 def test_running_again_draws_the_same_random_numbers_and_leaves_buffers():
@@ -104,14 +103,15 @@ def test_running_again_draws_the_same_random_numbers_and_leaves_buffers():
 
     torch.manual_seed(0)
     model, optimizer = initialized(Draws(), "O1")
-    explain_overflows()
+    explain()
     drawn = []
     fc2 = model.fc2.register_forward_hook(lambda module, given, output: drawn.append(given[0].detach().clone()))
     for _ in range(3):
         loss = model(torch.randn(8, 8)).mean()
     after = copy.deepcopy(model.state_dict())
     finding = run_again(explainer().forwards.kept[-1], backward=False)
-    assert (finding.event, finding.differs) == (None, False)
+    assert finding.birth is None
+    assert finding.known != ANOTHER
     fc2.remove()
     assert torch.equal(drawn[-1], drawn[-2])
     assert [name for name, value in model.state_dict().items() if not torch.equal(value, after[name])] == []
@@ -132,7 +132,7 @@ def test_a_forward_that_draws_late_draws_the_same_again():
             return super().forward(x)
 
     model, _ = initialized(Late(4, 4), "O1")
-    explain_overflows()
+    explain()
     for _ in range(5):
         model(torch.ones(2, 4))
     outside = random.getstate()
@@ -157,17 +157,17 @@ def test_a_forward_that_reads_what_it_writes_is_another_forward(capsys):
             return super().forward(x) * self.calls
 
     model, _ = initialized(Counts(), "O1")
-    explain_overflows()
+    explain()
     for _ in range(3):
         model(torch.ones(1, 2))
-    assert run_again(explainer().forwards.kept[-1], backward=False).differs
+    assert run_again(explainer().forwards.kept[-1], backward=False) == (None, ANOTHER)
     assert seen == [1, 2, 3, 4]
     assert model.calls == 3
 
 
 def test_a_model_is_not_kept_alive():
     model, optimizer = initialized(Net(), "O1")
-    explain_overflows()
+    explain()
     make_step(optimizer, model(torch.randn(8, 8)).mean())
     gone = weakref.ref(model)
     del model, optimizer
@@ -178,7 +178,7 @@ def test_a_model_is_not_kept_alive():
 def test_memory_is_bounded():
     model = nn.Linear(8, 8)
     model, optimizer = initialized(model, "O1")
-    explain_overflows()
+    explain()
     inputs = []
     for _ in range(4 * MOST_FORWARDS):  # forwards that no backward follows
         x = torch.randn(4, 8)
@@ -216,12 +216,12 @@ def test_without_overflow_only_steps_are_examined():
             self.names.append(func.overloadpacket.__name__)
             return func(*args, **(kwargs or {}))
 
-    def ops(explain):
+    def ops(explained):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
         model, optimizer = initialized(model, "O2")
-        if explain:
-            explain_overflows()
+        if explained:
+            explain()
         found = []
         for _ in range(3):
             x = torch.randn(4, 8)
@@ -250,17 +250,13 @@ def test_without_overflow_only_steps_are_examined():
 def test_a_fault_is_told_once_and_the_limit_ends_it(capsys):
     model = nn.Linear(4, 4)
     model, optimizer = initialized(model, "O1")
-    explain_overflows(limit=2)
+    explain(limit=2)
     for batch in [torch.full((2, 4), bad) for bad in (float("nan"), float("nan"), 1e6, float("inf"))]:
         make_step(optimizer, model(batch).float().mean())
         optimizer.zero_grad()
-    out = capsys.readouterr().err
-    assert out.count("input 0 was not finite") == 1
-    assert out.count("too large for float16") == 1
-    assert out.count("that was the last explanation") == 1
-    verdict = last_words()[-1]
-    assert (verdict.content["steps"], verdict.content["skipped"]) == (4, 4)
-    assert len(verdict.content["causes"]) == 2
+    seen = told(capsys)
+    assert [fault["see"] for fault in seen.faults] == [["input"], ["too large"]]
+    assert (seen.counts["steps"], seen.counts["skipped"], len(seen.counts["told"])) == (4, 4, 2)
 
 
 def test_a_batch_that_cannot_be_run_again_does_not_stop_the_run(capsys):
@@ -275,10 +271,11 @@ def test_a_batch_that_cannot_be_run_again_does_not_stop_the_run(capsys):
 
     model = Once(4, 4)
     model, optimizer = initialized(model, "O1")
-    explain_overflows()
+    explain()
     make_step(optimizer, model(torch.full((2, 4), float("nan"))).mean())
-    assert "could not be run again: RuntimeError: only once" in capsys.readouterr().err
-    assert last_words()[-1].head == "1 of 1 step was skipped; the cause was not found."
+    seen = told(capsys)
+    assert "RuntimeError: only once" in seen.unknown[0]["message"]
+    assert (seen.faults, seen.counts["lost"]) == ([], {"loss": 1})
     assert observers()
     assert torch.is_autocast_enabled("cpu")
 
@@ -287,12 +284,12 @@ def test_a_batch_that_was_written_since_is_not_run_again(capsys):
     """Another batch lies there by then, whose values say nothing."""
     model = nn.Linear(4, 4)
     model, optimizer = initialized(model, "O1")
-    explain_overflows()
+    explain()
     x = torch.full((2, 4), float("nan"))
     loss = model(x).mean()
     x.fill_(float("inf"))
     make_step(optimizer, loss)
-    assert "input" not in capsys.readouterr().err
+    assert told(capsys).faults == []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -369,12 +366,12 @@ def test_what_a_forward_writes_into_its_batch_is_written_once(kind, level, capsy
     pack, read = BATCHES[kind]
     model = WritesItsBatch(read)
     model, optimizer = initialized(model, level)
-    explain_overflows()
+    explain()
     for _ in range(2):
         batch = pack(torch.zeros(2, 4, dtype=torch.float32 if level == "O1" else torch.half))
         make_step(optimizer, model(batch).float().mean())
         assert torch.equal(read(batch).float(), torch.ones(2, 4))
-    assert "torch.log(" in capsys.readouterr().err
+    assert told(capsys).first["op"] == "log"
 
 
 @pytest.mark.parametrize("empty", [list, dict, set])
@@ -391,35 +388,35 @@ def test_running_again_does_not_append_to_arguments(empty, capsys):
 
     model = Collects(4, 4)
     model, optimizer = initialized(model, "O1")
-    explain_overflows()
+    explain()
     seen = empty()
     make_step(optimizer, model(torch.ones(2, 4), seen=seen).float().mean())
-    assert "torch.log(" in capsys.readouterr().err
+    assert told(capsys).first["op"] == "log"
     assert len(seen) == 1
 
 
 def test_a_block_of_no_optimizer_is_explained_too(capsys):
     """It is for the gradient of an input; here its loss is not finite, in code that is watched from the second time."""
     model, _ = initialized(nn.Linear(4, 4), "O1")
-    explain_overflows()
+    explain()
     for _ in range(2):
         x = torch.ones(2, 4, requires_grad=True)
         with amp.scale_loss(torch.log(model(x).float() * 0).mean(), []) as scaled:
             scaled.backward()
-    first, second, *_ = capsys.readouterr().err.split("ampcompat explain: ")[1:]
-    assert first.startswith("The loss of step 1 is ")
-    assert "aten::log" in second
+    seen = told(capsys)
+    assert seen.unknown[0]["step"] == 1
+    assert seen.first["op"] == "log"
 
 
 def test_a_block_of_no_optimizer_is_of_the_step_to_come(capsys):
     model, optimizer = initialized(nn.Linear(4, 4), "O1")
-    explain_overflows()
+    explain()
     for _ in range(5):
         make_step(optimizer, model(torch.ones(2, 4)).float().mean())
     x = torch.ones(2, 4, requires_grad=True)
     with amp.scale_loss(torch.log(model(x).float() * 0).mean(), []) as scaled:
         scaled.backward()
-    assert "The loss of step 6 is " in capsys.readouterr().err
+    assert told(capsys).unknown[0]["step"] == 6
 
 
 def test_two_models_and_the_one_at_fault(capsys):
@@ -433,15 +430,14 @@ def test_two_models_and_the_one_at_fault(capsys):
     g, d = Generator(nn.Linear(4, 4)), Critic(nn.Linear(4, 4), nn.Linear(4, 1))
     opt_g, opt_d = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (g, d))
     [g, d], [opt_g, opt_d] = amp.initialize([g, d], [opt_g, opt_d], opt_level="O1", num_losses=2, verbosity=0)
-    explain_overflows()
+    explain()
     with torch.no_grad():
         d[1].weight.fill_(1e5)
     fake = g(torch.randn(3, 4))
     make_step(opt_d, d(fake.detach()).float().mean() * 0, loss_id=0)
     make_step(opt_g, d(fake).float().mean(), loss_id=1)
-    out = capsys.readouterr().err
-    assert out.count("where     1 (Linear), in Critic") == 1
-    assert "in Generator" not in out
+    seen = told(capsys)
+    assert [(fault["module"], fault["model"]) for fault in seen.faults] == [("1", "Critic")]
 
 
 @pytest.mark.parametrize("limit", [0, -1, 1.5, True, None])
@@ -454,33 +450,32 @@ def test_a_wrong_limit_is_refused(limit):
 def test_twice_is_once():
     amp.explain_overflows()
     amp.explain_overflows(limit=5)
-    assert explainer().telling.left == 5
+    assert explainer().telling.limit == 5
 
 
-def test_the_scale_that_is_named_is_that_of_the_loss():
+def test_the_scale_that_is_named_is_that_of_the_loss(capsys):
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", num_losses=2, verbosity=0)
     amp._amp_state.loss_scalers[1]._loss_scale = 2.0**20
-    explain_overflows()
+    explain()
     for _ in range(4):
         optimizer.zero_grad()
         for loss_id in (0, 1):
             with amp.scale_loss(model(torch.randn(4, 8)).sum(), optimizer, loss_id=loss_id) as scaled:
                 scaled.backward()
         optimizer.step()
-    assert "without the loss scale of 131072 the gradient is" in last_words()[0].text()
+    assert told(capsys).first["scale"] == 131072
 
 
 def test_a_lost_weight_is_not_told_as_a_fault_of_its_own(capsys):
     model = nn.Sequential(nn.Linear(4, 4))
     model, optimizer = initialized(model, "O3")
-    explain_overflows()
+    explain()
     for _ in range(3):
         make_step(optimizer, model(torch.full((2, 4), 6e4)).pow(2).mean())
-    out = capsys.readouterr().err
-    assert out.count("ampcompat explain: ") == 1
+    assert len(told(capsys).faults) == 1
 
 
 @pytest.mark.skipif(Version("2.5") > TORCH, reason="torch 2.4 runs compiled code while it is watched: aten's names")
@@ -490,10 +485,10 @@ def test_a_compiled_model_is_watched(capsys):
     torch._dynamo.reset()
     model = nn.Linear(8, 8)
     model, optimizer = initialized(model, "O1")
-    explain_overflows()
+    explain()
     fast = torch.compile(model, backend="aot_eager")
     for _ in range(2):
         make_step(optimizer, fast(torch.full((2, 8), 1e38)).float().pow(2).mean())
-    first, second = capsys.readouterr().err.split("ampcompat explain: ")[1:]
-    assert "could not be run again as it was. The next steps, 50 at most, are watched as they run." in first
-    assert "is too large for float16, to which linear casts it" in second
+    seen = told(capsys)
+    assert len(seen.unknown) == 1
+    assert (seen.first["function"], seen.first["see"]) == ("linear", ["too large"])

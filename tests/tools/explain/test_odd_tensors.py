@@ -1,5 +1,6 @@
 """Tensors that explain cannot look at are left alone: the script runs on, and what else is lost is found."""
 
+import json
 import os
 
 import pytest
@@ -60,6 +61,8 @@ def test_the_loss_is_explained(tmp_path, kind, level):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": PATH_WITH_TESTS, "GLOO_SOCKET_IFNAME": "lo"}
-    done = run_python(["-m", "ampcompat", "run", "--explain", script, kind, level], env=environment, timeout=300)
+    done = run_python(["-m", "ampcompat", "run", "--explain=json", script, kind, level], env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "4 of 20 steps were skipped; the cause is train.py:26 (div" in done.stderr.replace(f"{tmp_path}/", "")
+    lines = [json.loads(line) for line in done.stderr.splitlines() if line.startswith('{"explain"')]
+    assert [(one["op"], one["line"]) for one in lines if one["explain"] == "fault"] == [("div", 26)]
+    assert lines[-1]["skipped"] == 4

@@ -1,0 +1,50 @@
+"""What explain told of a run, as facts, for its tests: they ask for these, and not for words."""
+
+import json
+from dataclasses import dataclass
+
+from amp_training import last_words
+
+from ampcompat.tools.explain import explain_overflows
+
+
+@dataclass
+class Told:
+    """What was told of one run: the lines of JSON, and the counts."""
+
+    faults: list[dict]
+    unknown: list[dict]
+    counts: dict
+
+    @property
+    def first(self):
+        return self.faults[0]
+
+    @property
+    def last(self):
+        return self.faults[-1]
+
+    @property
+    def lines(self):
+        """The source lines that are named."""
+        return [fault.get("source") or "" for fault in self.faults]
+
+
+def explain(**options):
+    """Begin to explain, in lines of JSON."""
+    explain_overflows(json=True, **options)
+
+
+def lines_of(text):
+    return [json.loads(line) for line in text.splitlines() if line.startswith('{"explain"')]
+
+
+def told(capsys):
+    """What was told, with what a run tells at its end."""
+    end = last_words()
+    lines = lines_of(capsys.readouterr().err)
+    return Told(
+        faults=[line for line in lines if line["explain"] == "fault"],
+        unknown=[line for line in lines if line["explain"] == "unknown"],
+        counts=dict(end[0].content) if end else {},
+    )
