@@ -88,6 +88,8 @@ class DataWrites:
         latest = self.latest
         if self.happened_before or (latest is not None and latest._version != self.version):
             return True
+        if not self.held:
+            return False
         return any(data._version != version for data, version in self.held)
 
     def add(self) -> None:
