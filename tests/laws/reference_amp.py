@@ -26,7 +26,7 @@ class Scaler:
     maximum: float
     window: int
     unskipped: int = 0
-    put_off: bool = False  # a pass that has left its transition to the next block has overflowed
+    pending: bool = False  # a pass that has left its transition to the next block has overflowed
 
     @classmethod
     def make(cls, loss_scale, minimum, maximum, window):
@@ -35,7 +35,7 @@ class Scaler:
         return cls(False, float(loss_scale), minimum, maximum, window)
 
     def update(self, overflow):
-        overflow, self.put_off = overflow or self.put_off, False
+        overflow, self.pending = overflow or self.pending, False
         if not self.dynamic:
             self.unskipped += 1
         elif overflow:
@@ -457,7 +457,7 @@ class Reference:
         if counts:
             scaler.update(overflow)
         else:
-            scaler.put_off |= overflow
+            scaler.pending |= overflow
         return overflow and scaler.dynamic
 
     def step(self, step):
@@ -564,7 +564,7 @@ class Reference:
             one.zero_grad()
             one.overflow = False
         for scaler in self.scalers:
-            scaler.put_off = False
+            scaler.pending = False
         for weight in self.weights:
             weight.leaf.data = weight.leaf.data.contiguous()
         return True

@@ -25,7 +25,7 @@ event                           gradients
 ==============================  ====================================================================================
 block begins                    older ones are set aside; those of ``no_sync`` stay, multiplied by the scale
 block ends                      new ones are unscaled, older ones added
-block ends with an overflow     the same; whoever holds them skips a step
+block ends with an overflow     the same; each optimizer that holds them skips a step
 block gives no gradient         older ones come back
 ends with ``delay_unscale``     as without it; the scale moves with the next block
 ends in DDP's ``no_sync``       as without it; the next block has them averaged with its own
@@ -232,7 +232,7 @@ class Block:
             scalers.update(dict.fromkeys(stash.unaveraged))
         holders = self._holders()
         for scaler in scalers:
-            flag = scaler.adjust(found_inf) if moves_scale else scaler.put_off(found_inf)
+            flag = scaler.adjust(found_inf) if moves_scale else scaler.delay(found_inf)
             if flag is None:
                 continue
             for stash in holders:

@@ -4,8 +4,8 @@ This is all that a step needs of a scaler; ``scaler.LossScaler`` adds apex's nam
 (``apex/amp/scaler.py: LossScaler.update_scale``).
 
 When a block ends, its backward pass is *counted*: the scale makes its transition (:meth:`MovingScale.adjust`). A block
-with ``delay_unscale`` or ``delay_overflow_check``, or one that an exception has left, puts that off
-(:meth:`MovingScale.put_off`): its flag is ``pending`` until the next block counts it, or the script does, by
+with ``delay_unscale`` or ``delay_overflow_check``, or one that an exception has left, delays that
+(:meth:`MovingScale.delay`): its flag is ``pending`` until the next block counts it, or the script does, by
 ``LossScaler.update_scale()``. Optimizers note the flag at once, so that the next step is skipped all the same.
 
 What counts passes:
@@ -54,7 +54,7 @@ class MovingScale:
         smallest: The limit of back-off.
         largest: The limit of growth.
         last_pass: The flag of the last backward pass.
-        pending: The flag of passes since the last transition that have put theirs off; None where there are none.
+        pending: The flag of passes since the last transition that are to be counted later; None where there are none.
     """
 
     def __init__(self, growth_factor: float) -> None:
@@ -118,8 +118,8 @@ class MovingScale:
         self._move(flag if pending is None else torch.maximum(flag, pending))
         return flag
 
-    def put_off(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
-        """Leave a pass to the next transition; returns the flag for the step, as :meth:`adjust` does. No host sync."""
+    def delay(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
+        """Leave a pass to the next transition; return the flag for the step, as :meth:`adjust` does. No host sync."""
         flag = self.note_pass(found_inf)
         self.pending = flag if self.pending is None else torch.maximum(self.pending, flag)
         if not self.is_dynamic:
@@ -168,7 +168,7 @@ class MovingScale:
             self.clean_passes.add_(1)
 
     def scale_after_back_off(self) -> torch.Tensor:
-        """The scale to print for a skipped step, back-off for passes that have put it off included. No host sync."""
+        """The scale to print for a skipped step, a delayed back-off included. No host sync."""
         scale = self.current_scale()
         if not self.is_dynamic or self.pending is None:
             return scale

@@ -29,7 +29,7 @@ FlagCopy = tuple[LossScaler, _torch.HostCopy]
 
 
 class DelayedOverflow(NamedTuple):
-    """Whether blocks overflowed that put off the transition of their scale.
+    """Whether blocks overflowed that delay the transition of their scale.
 
     Attributes:
         scaler: The scaler of their losses.
@@ -57,7 +57,7 @@ class OptimizerState:
         shared: Ids of the leaves that another optimizer holds, too.
         overflows: Whether blocks since the last step overflowed, as one flag for each scaler: the next step is skipped
             if any is set, whatever the script clears before it.
-        delayed_overflows: The same of blocks that put off the transition of their scale: where the script has called
+        delayed_overflows: The same of blocks that delay the transition of their scale: where the script has called
             the scaler's ``update_scale()`` since, it decides about the step itself.
         unaveraged: The scalers of blocks that have left gradients of this process alone (``no_sync``): they count these
             passes when the gradients are averaged.
@@ -99,7 +99,7 @@ class OptimizerState:
         self.overflows[scaler] = flag
 
     def note_delayed_overflow(self, scaler: LossScaler, flag: torch.Tensor) -> None:
-        """Do the same for a block that puts the transition of its scale off: the script may yet decide itself."""
+        """Do the same for a block that delays the transition of its scale: the script may yet decide itself."""
         earlier = self.delayed_overflows.get(scaler)
         if earlier is not None and not earlier.is_taken():
             flag = torch.maximum(earlier.flag, flag)

@@ -31,7 +31,7 @@ class LossScaler(MovingScale):
 
     Attributes:
         found_inf: Of gradients that a script has unscaled by hand since the last transition.
-        taken_by_script: How often a script has counted passes that blocks have put off: flags of these passes, which
+        taken_by_script: How often a script has counted passes of delayed blocks: flags of these passes, which
             optimizers have noted before, skip no step.
     """
 
@@ -184,7 +184,7 @@ class LossScaler(MovingScale):
         self._take_pending()
 
     def _take_pending(self) -> torch.Tensor | None:
-        """Take the flag of passes that have put their transition off: the script decides about their step."""
+        """Take the flag of delayed passes: the script decides about their step."""
         pending = self.pending
         if pending is not None:
             self.pending = None

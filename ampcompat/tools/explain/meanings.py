@@ -48,7 +48,11 @@ OPS = (
     ),
     Row("div", "x / 0 is inf, and 0 / 0 is NaN", ("div", "truediv", "true_divide", "divide", "reciprocal")),
     Row("mean", "the mean of no values is NaN", ("mean",)),
-    Row("std", "the deviation and the variance of a single value are NaN, unless correction=0", ("std", "var", "std_mean", "var_mean")),
+    Row(
+        "std",
+        "the deviation and the variance of a single value are NaN, unless correction=0",
+        ("std", "var", "std_mean", "var_mean"),
+    ),
     Row("exp", "exp(x) is inf beyond 88.7, and beyond 11.1 in float16", ("exp", "expm1", "sinh", "cosh")),
     Row(
         "acos",

@@ -1,6 +1,5 @@
 """Gradients of unusual kinds (sparse ones, windows into buckets), and those of parameters that join later."""
 
-
 import pytest
 import torch
 from core_kit import assert_tied, backward, loss_of, masters, same, sgd, start, train
