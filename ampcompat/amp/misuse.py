@@ -113,6 +113,7 @@ class Watch:
         self._scaled: dict[int, _Gradient] = {}
         self._hooks = ExitStack()
         _torch.call_before_steps(self._look_at_unknown_optimizer, self._hooks)
+        state.undo.callback(self._hooks.close)
 
     def end(self) -> None:
         """Take the watch away, and its hooks."""
