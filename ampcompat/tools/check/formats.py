@@ -36,7 +36,7 @@ def lines(report: Report, lists_all: bool, paint: Callable[[str, str], str] = la
 
 
 def _line(report: Report, finding: Finding, paint: Callable[[str, str], str]) -> str:
-    where = f"{place(report, finding)}:{finding.line or 1}:{finding.column or 1}"
+    where = f"{_place(report, finding)}:{finding.line or 1}:{finding.column or 1}"
     verdict = VERDICTS.get(finding.level, finding.level)
     if finding.level in COLOURS:
         verdict = paint(verdict, COLOURS[finding.level])
@@ -44,7 +44,7 @@ def _line(report: Report, finding: Finding, paint: Callable[[str, str], str]) ->
     return f"{plain(where)}: {plain(finding.name)} {verdict}{plain(note)}"
 
 
-def place(report: Report, finding: Finding) -> str:
+def _place(report: Report, finding: Finding) -> str:
     """The path of a finding from where the command runs."""
     root = report.root
     if not root or root == ".":
