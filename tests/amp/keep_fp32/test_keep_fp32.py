@@ -299,3 +299,12 @@ def test_compiled_as_eager(level):
     want = model(x)
     torch._dynamo.reset()
     assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), want)
+
+
+@pytest.mark.parametrize(("affine", "dtype"), [(True, torch.float32), (False, torch.float16)])
+def test_a_batch_norm_is_kept_where_it_has_weights(affine, dtype):
+    """As in apex, which cast the statistics of one without."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=affine))
+    model = amp.initialize(model, opt_level="O2", keep_batchnorm_fp32=True, verbosity=0)
+    assert model[1].running_mean.dtype == dtype
+    assert model(torch.ones(3, 4)).dtype == torch.float32
