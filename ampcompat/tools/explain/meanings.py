@@ -43,12 +43,16 @@ OPS = (
     ),
     Row(
         "pow",
-        "x ** p is inf at 0 if p < 0, has an infinite derivative there if 0 < p < 1, and is NaN of x < 0 unless p is whole",
+        "at 0, x ** p is inf if p < 0, its derivative if 0 < p < 1; of x < 0 it is NaN unless p is whole",
         ("pow", "float_power"),
     ),
     Row("div", "x / 0 is inf, and 0 / 0 is NaN", ("div", "truediv", "true_divide", "divide", "reciprocal")),
     Row("mean", "the mean of no values is NaN", ("mean",)),
-    Row("std", "the deviation and the variance of a single value are NaN, unless correction=0", ("std", "var", "std_mean", "var_mean")),
+    Row(
+        "std",
+        "the deviation and the variance of a single value are NaN, unless correction=0",
+        ("std", "var", "std_mean", "var_mean"),
+    ),
     Row("exp", "exp(x) is inf beyond 88.7, and beyond 11.1 in float16", ("exp", "expm1", "sinh", "cosh")),
     Row(
         "acos",
