@@ -60,7 +60,7 @@ class Counts:
             )
         if self.skipped:
             parts += [f"the loss scale{of} went from {a:g} to {b:g}" for of, (a, b) in self.scales.items()]
-        parts += [f"told: {words} ({counted(steps, 'step')})" for words, steps in self.told.items()]
+        parts += [f"seen: {words}, in {counted(steps, 'step')}" for words, steps in self.told.items()]
         if self.spoiled_at:
             parts.append(f"weights are not finite since step {self.spoiled_at}")
         parts += self.at_end

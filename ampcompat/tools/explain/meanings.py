@@ -43,7 +43,7 @@ OPS = (
     ),
     Row(
         "pow",
-        "x ** p is inf at 0 if p < 0, has an infinite derivative there if 0 < p < 1, and is NaN of x < 0 unless p is whole",
+        "at 0, x ** p is inf if p < 0, its derivative if 0 < p < 1; of x < 0 it is NaN unless p is whole",
         ("pow", "float_power"),
     ),
     Row("div", "x / 0 is inf, and 0 / 0 is NaN", ("div", "truediv", "true_divide", "divide", "reciprocal")),

@@ -163,7 +163,7 @@ class OverflowExplainer:
         try:
             if not is_skipped:
                 self._look_at_made(steps)
-            elif not steps.lost:
+            elif not steps.lost and lost_gradients([optimizer]):  # else the flag of a batch whose gradients are gone
                 steps.lost = "gradients"
                 self._look_at_skipped(steps)
         finally:  # what is told may end the script, which may catch that
@@ -205,7 +205,8 @@ class OverflowExplainer:
             return
         steps.lost, steps.is_told = "weights", True
         lines = [*written.lines, ("before", OLD_GRADIENTS)] if steps.had_old_gradients else written.lines
-        fault = Fault(written.words, f"{name}: {written.words}", meanings.STEP, lines, written.content, steps.seen)
+        content = {**written.content, "had_old_gradients": steps.had_old_gradients}
+        fault = Fault(written.words, f"{name}: {written.words}", meanings.STEP, lines, content, steps.seen)
         self._tell(fault, self._growth(None))
 
     def _look_at_skipped(self, steps: Steps) -> None:
@@ -218,7 +219,8 @@ class OverflowExplainer:
         name = self._name_of(steps, steps.seen)
         if steps.had_old_gradients and not overflowed:
             head = f"{name} was skipped: {OLD_GRADIENTS}, and no loss overflowed"
-            self._tell(Fault("old gradients", head, meanings.OLD_GRADIENTS, [], {}, steps.seen), None)
+            content = {"had_old_gradients": True}
+            self._tell(Fault("old gradients", head, meanings.OLD_GRADIENTS, [], content, steps.seen), None)
             return
         persists = steps.overflows_persist(_scale_of(scaler))
         why = f", as were {steps.often}" if persists else ""

@@ -137,7 +137,7 @@ TEXTS = {
   means     the logarithm of 0 is -inf, with an infinite derivative, and of less than 0 NaN
   see       docs/debugging.md, "log"
 ampcompat explain: 1 of 1 step was skipped; not finite: the loss of 1 step; the loss scale went from 65536 to 32768;\
- told: log at {HERE} (1 step).
+ seen: log at {HERE}, in 1 step.
 """,
     ),
     "a gradient": (
@@ -153,8 +153,8 @@ ampcompat explain: 1 of 1 step was skipped; not finite: the loss of 1 step; the 
   scale     the loss scale is 1024, static; without it the gradient is 100
   means     float32 holds this gradient, half does not, with the loss scale in it
   see       docs/debugging.md, "gradient"
-ampcompat explain: 0 of 1 step were skipped; not finite: the gradients of 1 step; told: the backward of linear at\
- {HERE} (1 step); weights are not finite since step 1.
+ampcompat explain: 0 of 1 step were skipped; not finite: the gradients of 1 step; seen: the backward of linear at\
+ {HERE}, in 1 step; weights are not finite since step 1.
 """,
     ),
     "an input": (
@@ -165,7 +165,7 @@ ampcompat explain: 0 of 1 step were skipped; not finite: the gradients of 1 step
   means     no op of this forward made it
   see       docs/debugging.md, "input"
 ampcompat explain: 1 of 1 step was skipped; not finite: the loss of 1 step; the loss scale went from 65536 to 32768;\
- told: input 0 of Linear (1 step).
+ seen: input 0 of Linear, in 1 step.
 """,
     ),
     "a step": (
@@ -184,8 +184,8 @@ ampcompat explain: 1 of 1 step was skipped; not finite: the loss of 1 step; the 
   option    eps=1e-08, which is 0 in float16
   means     an optimizer wrote it
   see       docs/debugging.md, "step"
-ampcompat explain: 0 of 1 step were skipped; not finite: the weights of 1 step; told: Adam left weight not finite\
- (1 step); weights are not finite since step 1.
+ampcompat explain: 0 of 1 step were skipped; not finite: the weights of 1 step; seen: Adam left weight not finite,\
+ in 1 step; weights are not finite since step 1.
 """,
     ),
     "a loss": (
@@ -203,7 +203,7 @@ ampcompat explain: the loss of step 2 is -inf.
   means     the logarithm of 0 is -inf, with an infinite derivative, and of less than 0 NaN
   see       docs/debugging.md, "log"
 ampcompat explain: 2 of 2 steps were skipped; not finite: the loss of 2 steps; the loss scale went from 65536 to\
- 16384; told: log at {HERE} (1 step).
+ 16384; seen: log at {HERE}, in 1 step.
 """,
     ),
 }

@@ -137,10 +137,10 @@ def test_the_line_is_named(run, what, capsys):
 def test_all_lost_steps_are_counted(capsys):
     """Nothing skips at a static scale: what is lost is counted by explain itself, to the last step."""
     model, optimizer = started(nn.Linear(8, 8), loss_scale=1.0)
-    for step in range(300):
+    for step in range(60):
         optimizer.zero_grad()
         make_step(optimizer, model(WORDS).float().pow(2).mean() * (float("nan") if step >= 5 else 1))
-    assert told(capsys).counts["lost"] == {"loss": 295}
+    assert told(capsys).counts["lost"] == {"loss": 55}
 
 
 def test_a_normal_skip_takes_no_explanation(capsys):
@@ -174,7 +174,7 @@ def test_a_batch_that_the_script_drops_is_no_lost_step(capsys):
             optimizer.step()
     seen = told(capsys)
     assert seen.first["see"] == ["too large"]
-    assert (seen.counts["steps"], seen.counts["skipped"], seen.counts["lost"]) == (5, 0, {})
+    assert (seen.counts["steps"], seen.counts["lost"]) == (5, {})
 
 
 def test_a_warning_of_torch_is_of_the_scripts_line(recwarn):
@@ -392,7 +392,7 @@ def test_a_gradient_beyond_float16_at_any_scale_is_a_fault_though_the_scale_fall
 def test_gradients_that_overflow_are_no_argument_of_what_the_script_does_to_their_sum(level, capsys):
     """Micro-batches are summed by amp, and the sum is clipped: the scale comes down, and that is all."""
     model, optimizer = started(nn.Linear(8, 8), level)
-    for step in range(60):
+    for step in range(32):
         optimizer.zero_grad()
         for part in range(4):
             y = model(WORDS).float()
@@ -571,7 +571,7 @@ def test_a_mask_of_minus_inf_is_not_to_blame_for_a_gradient_that_came_in(level, 
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     explain()
-    for step in range(60):
+    for step in range(22):
         x = torch.randint(1, 20, (4, 6))
         x[:, 4:] = 0
         p = model(x).float().softmax(-1)
@@ -643,7 +643,7 @@ def test_a_batch_that_the_script_drops_is_not_counted(capsys):
         if torch.isfinite(loss):
             optimizer.step()
     counts = told(capsys).counts
-    assert (counts["steps"], counts["skipped"], counts["lost"]) == (5, 0, {})
+    assert (counts["steps"], counts["lost"]) == (5, {})
 
 
 def test_a_script_that_explain_ends_has_no_verdict_on_its_steps(capsys):
