@@ -57,7 +57,6 @@ class Weight:
     value: torch.nn.Parameter
     shown: tuple[torch.Tensor, int] | None = None  # the model's gradient that tells of the master's, and its version
     is_saved: bool = False  # a state dict has it: from then on it has its master, though no optimizer may hold it
-    cleared: bool = False  # the master's gradient is gone, and amp has had no reason to look since
 
     @property
     def has_master(self):
@@ -143,7 +142,6 @@ class Optimizer:
         if not self.skipped:
             self.torch.step()
         for weight in self.weights:
-            weight.cleared = False
             weight.push()
         for weight in self.weights:  # those that others step too keep their gradients until they are cleared
             if weight.has_master and weight not in self.shared:
@@ -235,7 +233,7 @@ class Reference:
         return programs.loss_of([self.forward(n) for n in range(len(self.models))], step)
 
     def seen(self):
-        """What a script may look at, by name; nothing where masters hear of a clearing only when they are needed."""
+        """What a script may look at, by name."""
         # The half of a master that no model holds any more is written whenever somebody looks at it.
         placed = {id(p) for model in self.models for p in model.parameters()}
         looked_at = [(n, w) for n, w in enumerate(self.weights) if id(w.leaf) in placed or not w.has_master]
@@ -244,8 +242,7 @@ class Reference:
         for number, one in enumerate(self.optimizers):
             for index, weight in enumerate(one.weights):
                 found[f"param {index} of optimizer {number}"] = weight.value.detach().clone()
-                if not weight.cleared:
-                    found[f"gradient of param {index} of optimizer {number}"] = clone(weight.value.grad)
+                found[f"gradient of param {index} of optimizer {number}"] = clone(weight.value.grad)
         for number, scaler in enumerate(self.scalers):
             found[f"scaler {number}"] = scaler.scale, scaler.unskipped
         for number, model in enumerate(self.models):
@@ -265,7 +262,7 @@ class Reference:
 
     def sums_show(self):
         """Outside of blocks, a master that has a gradient shows one in the model, until a script clears it there."""
-        with_sums = [w for w in self.weights if w.has_master and w.value.grad is not None and not w.cleared]
+        with_sums = [w for w in self.weights if w.has_master and w.value.grad is not None and w.shown is None]
         return all(weight.leaf.grad is not None for weight in with_sums)
 
     # -- changes of the models themselves ------------------------------------------------------------------------------
@@ -420,7 +417,7 @@ class Reference:
             for weight in one.weights:
                 if not weight.has_master and weight.leaf.grad is not None:
                     block.saved[weight] = weight.leaf.grad
-                weight.leaf.grad, weight.shown, weight.cleared = None, None, False
+                weight.leaf.grad, weight.shown = None, None
         return block
 
     def drop_cleared(self, weights):
@@ -487,9 +484,6 @@ class Reference:
                 weight.leaf.grad = None
                 if who == "model" and weight.has_master:
                     weight.forget()
-                elif weight.shown is not None and weight.value.grad is not None:
-                    weight.forget()
-                    weight.cleared = True
             elif who == "model" and weight.has_master and (self.owner(weight) or weight.is_saved):
                 weight.zero() if weight.leaf.grad is not None else weight.forget()
             elif weight.leaf.grad is not None:  # by hand: masters do not hear of it
@@ -558,7 +552,7 @@ class Reference:
         step["joined"] = self.joined
         self.has_scaled = False
         for weight in self.weights:
-            weight.leaf.grad, weight.cleared = None, False
+            weight.leaf.grad = None
             weight.forget()
         for one in self.optimizers:
             one.zero_grad()
