@@ -86,12 +86,12 @@ class Birth:
 
     @property
     def is_written(self) -> bool:
-        """Whether the script wrote it as a number."""
+        """Whether a number among its arguments is inf or NaN, as the value of a mask."""
         return not all(map(math.isfinite, self.numbers.values()))
 
     @property
     def is_mask(self) -> bool:
-        """Whether it is an inf that the script wrote, and nothing has become NaN by it."""
+        """Whether it is such an inf, and nothing has become NaN by it."""
         return any(map(math.isinf, self.numbers.values())) and self.became is None
 
     @property

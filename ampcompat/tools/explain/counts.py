@@ -24,7 +24,7 @@ class Counts:
         default_factory=dict
     )  # the first and the last of each loss whose scale moves
     spoiled_at: int = 0  # the step since which weights are not finite
-    at_end: list[str] = field(default_factory=list)  # what is not finite, or 0, in words
+    at_end: dict[str, str] = field(default_factory=dict)  # what is not finite, or 0, in words, by the row of the page
     warned: list[str] = field(default_factory=list)  # mistakes that amp has warned of
 
     def add_block(self) -> None:
@@ -44,7 +44,7 @@ class Counts:
     def message(self, rank: int, ranks: int) -> Message:
         """The counts of ``rank``, one of so many."""
         rows = [meanings.SKIPPED] if self.skipped and not self.told else []
-        rows += [meanings.ZEROS] if self.at_end else []
+        rows += [row for row in (meanings.ZEROS, meanings.OLD_GRADIENTS) if row.name in self.at_end]
         rows += [meanings.NO_STEP] if self.blocks_since > self.most_blocks or not self.steps else []
         who = f"rank {rank} of {ranks}: " if ranks > 1 else ""
         lines = [("see", meanings.see(rows))] if rows else []
@@ -63,7 +63,7 @@ class Counts:
         parts += [f"seen: {words}, in {counted(steps, 'step')}" for words, steps in self.told.items()]
         if self.spoiled_at:
             parts.append(f"weights are not finite since step {self.spoiled_at}")
-        parts += self.at_end
+        parts += self.at_end.values()
         parts += [f"amp has warned of {words}" for words in self.warned]
         return "; ".join(parts) + "."
 

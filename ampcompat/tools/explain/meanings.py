@@ -78,7 +78,7 @@ NOT_COMPUTED = Row("not computed", "the op was not computed in float32")
 TOO_LARGE = Row("too large", "float32 holds this value, half does not")
 GRADIENT = Row("gradient", "float32 holds this gradient, half does not, with the loss scale in it")
 CONSTANT = Row("constant", "half holds no such number")
-WRITTEN = Row("written", "the script wrote this number itself")
+WRITTEN = Row("written", "a number among its arguments is inf or NaN")
 GROWTH = Row("growth", "numbers of the last steps")
 
 #: Of what no op has made that was seen, by the kind.
@@ -90,7 +90,7 @@ OUTSIDE = {
 }
 
 #: Of what is no value's birth.
-STEP = Row("step", "an optimizer wrote it")
+STEP = Row("step", "it was finite when it was last looked at")
 OLD_GRADIENTS = Row("old gradients", "gradients are kept until they are cleared")
 UNKNOWN = Row("unknown", "no op that was seen made it")
 SKIPPED = Row("skipped", "a dynamic loss scale comes down by skipping steps")

@@ -346,9 +346,9 @@ class OverflowExplainer:
             of = f" of loss {scaler.loss_id}" if len(self._first_blocks) > 1 else ""
             counts.scales[of] = [first.scale, _scale_of(scaler)]
         if self._underflow:
-            counts.at_end.append(self._underflow)
+            counts.at_end[meanings.ZEROS.name] = self._underflow
         if counts.blocks_since and lost_gradients(list(self.steps)):
-            counts.at_end.append("gradients are not finite, and were not cleared")
+            counts.at_end[meanings.OLD_GRADIENTS.name] = "gradients are not finite, and were not cleared"
 
 
 def _number_in(loss: torch.Tensor) -> str:

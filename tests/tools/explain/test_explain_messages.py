@@ -182,7 +182,7 @@ ampcompat explain: 1 of 1 step was skipped; not finite: the loss of 1 step; the 
   with      exp_avg_sq float16 [3, 2]: 0 .. 0.001, 4 of 6 are 0; 0 in 4 of the 4 that are lost
   option    lr=0.5
   option    eps=1e-08, which is 0 in float16
-  means     an optimizer wrote it
+  means     it was finite when it was last looked at
   see       docs/debugging.md, "step"
 ampcompat explain: 0 of 1 step were skipped; not finite: the weights of 1 step; seen: Adam left weight not finite,\
  in 1 step; weights are not finite since step 1.
@@ -231,7 +231,13 @@ def test_the_text(capsys, name):
             "0 of 5 steps were skipped; no step was made after the last 35 scale_loss blocks.",
         ),
         (
-            Counts(steps=9, skipped=2, scales={" of loss 0": [4.0, 1.0]}, at_end=["x is 0"], warned=["this"]),
+            Counts(
+                steps=9,
+                skipped=2,
+                scales={" of loss 0": [4.0, 1.0]},
+                at_end={"gradients of 0": "x is 0"},
+                warned=["this"],
+            ),
             "2 of 9 steps were skipped; the loss scale of loss 0 went from 4 to 1; x is 0; amp has warned of this.",
         ),
     ],
