@@ -589,7 +589,7 @@ class Reference:
         for one, held in zip(self.optimizers, optimizers, strict=True):
             one.torch.load_state_dict(copy.deepcopy(held))
         for scaler, (scale, unskipped) in zip(self.scalers, scales, strict=True):
-            scaler.scale, scaler.unskipped = scale, unskipped
+            scaler.scale, scaler.unskipped, scaler.pending = scale, unskipped, False
         return True
 
     def tensors(self):
