@@ -28,7 +28,7 @@ MOVED = {
     "gpu_on_paper": "performance",
     "install": "quickstart#install",
     "keep_fp32": "debugging#keep-layers-in-float32",
-    "migration": "check_and_migrate#move-a-script-from-apex",
+    "migration": "check_and_migrate#rewrite-it",
     "optimizers": "namespace#optimizers-larc-and-amp_c",
     "port": "faq#what-if-an-old-script-fails-for-other-reasons",
     "receipt": "debugging#check-that-half-precision-is-on",

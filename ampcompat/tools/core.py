@@ -22,7 +22,6 @@ from ampcompat._types import ParamGroup as ParamGroup
 from ampcompat.amp.casts.contexts import CastsOff as CastsOff
 from ampcompat.amp.casts.trees import map_tree as map_tree
 from ampcompat.amp.casts.trees import tensors_in as tensors_in
-from ampcompat.amp.half.boundary import BoundaryPolicy
 from ampcompat.amp.half.devices import model_index
 from ampcompat.amp.half.forward import Args as Args
 from ampcompat.amp.half.forward import Kwargs as Kwargs
@@ -127,17 +126,6 @@ def overflowed_scalers(optimizer: Optimizer) -> list[LossScaler]:
 def has_warned_of(mistake: str) -> bool:
     """Whether amp has warned of ``mistake``, a key of ``warn_once`` in ``amp.misuse``."""
     return mistake in state.warned
-
-
-def kept_in_float32() -> list[str]:
-    """Qualified names of the modules that ``keep_fp32`` keeps, in the live models."""
-    parts = [named for model in live_models() for named in model.named_modules()]
-    return [name for name, part in parts if isinstance(vars(part).get("_amp_policy"), BoundaryPolicy)]
-
-
-def count_of_scalers(optimizer: Optimizer) -> int:
-    """How many losses, each with a scaler, the call of ``initialize`` that owns ``optimizer`` has."""
-    return len(optimizer._amp_stash.session.scalers)
 
 
 def steps_of_call(optimizer: Optimizer) -> int:
