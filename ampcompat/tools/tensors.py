@@ -51,8 +51,3 @@ def storage(tensor: torch.Tensor) -> int:
 def covers_storage(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is all there is in its storage."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-
-
-def count_not_finite(tensor: torch.Tensor) -> int:
-    """How many values of ``tensor`` are inf or NaN. Reads the device."""
-    return int((~torch.isfinite(tensor.detach())).sum())

@@ -43,11 +43,6 @@ class Place(NamedTuple):
     model: str = ""  # class name of the model that the module is a part of; "" where amp was given none
     is_of_torch: bool = False  # whether torch has the module
 
-    @property
-    def is_outside(self) -> bool:
-        """Whether it is in no model that amp was given, as a loss is."""
-        return not self.model
-
 
 NOWHERE = Place(None, "", "", None)
 
