@@ -53,7 +53,7 @@ def late(call):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize(
     ("block", "last_scale"),
-    [({}, 2.0**14), ({"delay_unscale": True}, 2.0**14), ({"delay_overflow_check": True}, 2.0**16)],
+    [({}, 2.0**14), ({"delay_unscale": True}, 2.0**16)],
 )
 def test_steps_are_those_of_copies_that_arrive_at_once(host_copies, level, block, last_scale):
     with Log() as log:

@@ -54,13 +54,13 @@ def moves_replace_parameters():
 
 
 @pytest.mark.usefixtures("moves_replace_parameters")
-def test_a_move_that_replaces_the_parameters_is_refused():
+def test_a_move_that_replaces_the_parameters_is_refused_at_a_save():
     model = net().cpu()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     model.to("cuda")
     with pytest.raises(RuntimeError, match="move the model before the optimizer is made"):
-        train(model, optimizer, 1)
+        model.state_dict()
 
 
 def test_a_device_that_cannot_autocast_is_named(monkeypatch):
