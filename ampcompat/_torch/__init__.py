@@ -64,6 +64,7 @@ from ampcompat._torch.compiler import (
     keep_torch_functions_traceable,
     run_uncompiled,
     run_untraced,
+    setting,
     skip_compile_of_frame,
     tag_compile_caches,
 )
@@ -71,6 +72,7 @@ from ampcompat._torch.dispatcher import (
     ATEN,
     RECURRENT_CELLS,
     RECURRENT_LAYERS,
+    aten_overloads,
     autocast_device_types,
     autocast_key,
     can_autocast,

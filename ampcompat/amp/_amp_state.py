@@ -99,7 +99,6 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     Returns:
         An iterator over tensors, float32 masters where the model's weights are half, in the order of
         ``optimizer.param_groups``. Outside of ``scale_loss`` blocks their gradients are unscaled float32: clip these.
-        The loss scale moves where ``delay_unscale`` has delayed that.
 
     Raises:
         TypeError: ``optimizer`` has no ``param_groups``.

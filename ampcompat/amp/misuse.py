@@ -1,8 +1,11 @@
 """Mistakes that leave no trace in plain torch: a watch over the first blocks of a run warns of each once.
 
-There are four: a loss that is not scaled, or has no backward pass in its block; with masters, no block at all; edited
-half gradients; and an optimizer that amp does not know. Blocks and steps know nothing of the watch, which is an
-observer (``ampcompat.amp.observers``).
+* A loss that is not scaled, or that has no backward pass in its block.
+* At levels with masters: no block at all, or half gradients that a script has edited.
+* An optimizer that amp does not know, and that steps with scaled gradients.
+* A ``_prepare_amp_backward`` or ``_post_amp_backward`` that a script has replaced: blocks never call it.
+
+Blocks and steps know nothing of the watch, which is an observer (``ampcompat.amp.observers``).
 """
 
 from __future__ import annotations
@@ -63,6 +66,10 @@ class _Gradient(NamedTuple):
 
     tensor: weakref.ref[torch.Tensor]
     version: int
+
+    def is_same_as(self, other: _Gradient | None) -> bool:
+        """Whether both are one gradient at one version."""
+        return other is not None and self.tensor() is other.tensor() and self.version == other.version
 
     def is_still(self, grad: torch.Tensor) -> bool:
         """Whether ``grad`` is this gradient, unchanged."""
@@ -151,7 +158,7 @@ class Watch:
         before = self._before.pop(block, {})
         if self._unknown and block.scale is not None:
             now = self._gradients_of_unknown()
-            self._scaled = {key: gradient for key, gradient in now.items() if gradient != before.get(key)}
+            self._scaled = {key: gradient for key, gradient in now.items() if not gradient.is_same_as(before.get(key))}
 
     # -- steps ---------------------------------------------------------------------------------------------------------
     def before_step(self, optimizer: AmpOptimizer) -> None:

@@ -10,7 +10,8 @@ An observer is an object with any of these methods, called in the thread of the 
 * ``on_gradients(scaler, optimizers)``: a block has closed; gradients are unscaled, non-finite ones included, and
   neither clipped nor freed yet.
 * ``on_failure(error)``: an exception leaves the forward of an initialized model, or a block.
-* ``before_step(optimizer)``: a step begins; its gradients are unscaled, and masters follow the model.
+* ``before_step(optimizer)``: a step, or one evaluation of its closure, has its gradients: they are unscaled, and
+  masters follow the model.
 * ``on_step(optimizer, skipped)``: a step was made or skipped; casts are off. ``skipped`` is None while only the device
   knows; ``amp.step_was_skipped(optimizer)`` asks it.
 """

@@ -64,7 +64,7 @@ from ampcompat.amp.scaling.leaves import Leaves
 from ampcompat.amp.scaling.older_gradients import OlderGradients, rescale_kept, scale_unaveraged
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, optimizer_index
 from ampcompat.amp.scaling.scaler import LossScaler
-from ampcompat.amp.scaling.unscaling import shared_flag, unscale_gradients
+from ampcompat.amp.scaling.unscaling import flag_of_all_ranks, unscale_gradients
 
 
 @dataclass(eq=False)
@@ -100,11 +100,12 @@ class Block:
         delays_scale: Whether the next block moves the scale, in the place of this one.
         entered: Whether it was entered.
         stashes: What amp keeps with each of its optimizers; looked up when it opens, as the leaves are.
-        leaves: The tensors that its backward pass gives gradients to.
+        leaves: The tensors of its optimizers: it unscales their gradients, and no others.
         is_plain: Whether it leaves gradients to torch: the scale is always one, and there are no masters.
         scale: What its loss is multiplied by (0-dim float32); None where that is always one.
         older: Gradients from before it, while it is open.
-        has_gradients: Whether its tensors had new gradients at its end; None before, and in a plain block.
+        has_gradients: Whether its leaves had new gradients at its end, for the watch of ``misuse``; None before, and in
+            a plain block.
     """
 
     scaler: LossScaler
@@ -198,21 +199,29 @@ class Block:
         try:
             self.has_gradients = unscale_gradients(self.leaves, found_inf, self.scale)
             self.older.add_to_new()
-            if self._leaves_gradients_unaveraged(has_failed):
-                for stash in self.stashes:
+            if self._must_wait_for_others(has_failed):
+                for stash in self._holders():
                     stash.note_unaveraged(self.scaler, self.scale)
             else:
                 self._count_pass(found_inf.flag(), moves_scale=not (has_failed or self.delays_scale))
         except BaseException:
-            self.leaves.clear_gradients()  # some may be unscaled, and others not
-            self.older = OlderGradients()
-            say("Unscaling raised: the gradients that were to be unscaled are cleared.")
+            self._clear()  # some may be unscaled, and others not
             raise
 
-    def _leaves_gradients_unaveraged(self, has_failed: bool) -> bool:
-        """Whether its gradients are those of this process alone: then other processes do not know of an overflow.
+    def _clear(self) -> None:
+        """Clear all gradients of its leaves, older ones too."""
+        self.leaves.clear_gradients()
+        self.older = OlderGradients()
+        tensors = self.leaves.tensors()
+        for adapter in adapter_state.adapters:
+            adapter.clear_kept_gradients(tensors)
+        say("Unscaling raised: the gradients that were to be unscaled are cleared.")
 
-        After an exception they count as such, since other processes may not come here: no collective call is made.
+    def _must_wait_for_others(self, has_failed: bool) -> bool:
+        """Whether this pass is left to a later block or step, since other processes may not know of its overflow.
+
+        So it is where gradients were not averaged (``no_sync``), and after an exception: other processes may not come
+        here, and would not answer a collective call.
         """
         if not adapter_state.adapters:
             return False
@@ -226,7 +235,7 @@ class Block:
         process knows.
         """
         if self.scale is not None:
-            found_inf = shared_flag(found_inf, self.leaves)
+            found_inf = flag_of_all_ranks(found_inf, self.leaves)
         scalers = {self.scaler: None}
         for stash in self.stashes:
             scalers.update(dict.fromkeys(stash.unaveraged))
@@ -240,11 +249,11 @@ class Block:
                     stash.note_overflow(scaler, flag)
                 else:
                     stash.note_delayed_overflow(scaler, flag)
-        for stash in self.stashes:
+        for stash in holders:
             stash.unaveraged = []
 
     def _holders(self) -> list[OptimizerState]:
-        """The stashes of its optimizers, and of others that hold a tensor which got gradients here."""
+        """The stashes of its optimizers, and of every other optimizer that holds one of its leaves."""
         if not any(stash.shared for stash in self.stashes):
             return self.stashes
         ids = self.leaves.ids()

@@ -1,7 +1,7 @@
 """``zero_grad`` of an optimizer, of a model and of a module in one, and ``p.grad = None``: gradients of masters follow.
 
-An open block has set gradients aside; ``zero_grad`` clears these, too. Overflow flags are not gradients: the next step
-is skipped, whatever a script clears before it.
+An open block has set gradients aside; ``zero_grad`` clears these, too. The head of ``block`` says what clearing does to
+flags.
 
 apex cleared both in ``optimizer.zero_grad`` (``apex/amp/_process_optimizer.py``), and the model's alone in
 ``model.zero_grad``.
@@ -44,6 +44,7 @@ def clear_by_optimizer(optimizer: AmpOptimizer, original: Callable[..., Any], *a
     if masters:
         _clear_half_gradients(masters, _asks_for_zeros(*args, **kwargs))
     stash.unaveraged = []
+    stash.set_aside_by_script.clear_all()
     if block_state.open_blocks or adapter_state.adapters:
         _clear_what_is_elsewhere(stash.leaves.tensors())
 

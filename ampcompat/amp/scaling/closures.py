@@ -33,12 +33,12 @@ def step_with_closure(
     stash: OptimizerState = optimizer._amp_stash
     evaluation = _Evaluation(optimizer, closure, outside)
     if not _evaluates_first(optimizer):
-        overflowed = evaluation.look_at_earlier_gradients()
+        overflowed = evaluation.take_earlier_overflows()
         if overflowed:
             announce_skip(overflowed)
             evaluation.run()
             make_ready(optimizer, stash)
-            _take_flags(stash)  # of this evaluation; the step is skipped all the same
+            _take_set_flags(stash)  # of this evaluation; the step is skipped all the same
             finish(optimizer, stash, skipped=True)
             return evaluation.first_loss
     try:
@@ -74,12 +74,12 @@ class _Evaluation:
         self.first_loss: Any = None
         self.has_acted = False
 
-    def look_at_earlier_gradients(self) -> list[StepFlag]:
-        """Return the flags that are set of gradients from before the step, with which the optimizer begins it."""
+    def take_earlier_overflows(self) -> list[StepFlag]:
+        """Take the flags of gradients that the optimizer begins with; return those that are set."""
         stash = self._stash
         make_ready(self._optimizer, stash)
         has_earlier = bool(stash.flags())
-        overflowed = _take_flags(stash) if has_earlier else []
+        overflowed = _take_set_flags(stash) if has_earlier else []
         self.has_acted = has_earlier and not overflowed
         return overflowed
 
@@ -97,14 +97,14 @@ class _Evaluation:
         return loss
 
     def run_for_step(self) -> Any:
-        """Do the same for the optimizer, which uses the gradients.
+        """Call the closure for the optimizer, which uses the gradients; zero those that overflow once it has acted.
 
         Raises:
             _SkipStep: They have overflowed, and it has yet to act.
         """
         loss = self.run()
         make_ready(self._optimizer, self._stash)
-        overflowed = _take_flags(self._stash)
+        overflowed = _take_set_flags(self._stash)
         if overflowed and not self.has_acted:
             announce_skip(overflowed)
             raise _SkipStep
@@ -115,8 +115,9 @@ class _Evaluation:
         return loss
 
 
-def _take_flags(stash: OptimizerState) -> list[StepFlag]:
-    """Return the flags that are set, and forget all of them."""
+def _take_set_flags(stash: OptimizerState) -> list[StepFlag]:
+    """Report undecided steps, forget all flags, and return those that were set. Host syncs."""
     report_all(stash)
-    flags = stash.take_flags()
+    flags = stash.flags()
+    stash.forget_flags()
     return read_flags(flags) if flags else []

@@ -13,8 +13,8 @@ What counts passes:
 =============================  ==================================================================================
 caller                         when
 =============================  ==================================================================================
-``Block._count_pass``          a block ends: those of its loss, and of earlier blocks whose gradients were averaged
-                               with its own
+``Block._count_pass``          a block ends: it counts its own pass, and those of earlier ``no_sync`` blocks that were
+                               averaged with it
 ``steps._count_averaged``      a step begins, and the script has averaged gradients by itself
 ``LossScaler.update_scale``    the script calls it
 =============================  ==================================================================================
@@ -133,7 +133,7 @@ class MovingScale:
         """
         scale: torch.Tensor = self.scale  # type: ignore[assignment]
         clean_passes: torch.Tensor = self.clean_passes  # type: ignore[assignment]
-        # The host notes the scale anew where a script writes a limit; every later scale is within the limits, too.
+        # A scale that starts within the limits stays there, since each move is clamped; a new limit notes it anew.
         is_within_limits = self.smallest <= self.written_scale <= self.largest
         before = scale if is_within_limits else scale.clone()
         _torch.update_scale_(

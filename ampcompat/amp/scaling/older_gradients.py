@@ -1,6 +1,6 @@
 """Gradients from before a block: set aside while it is open, and added as it ends.
 
-So an overflow of the new backward pass is told from one that is there already, as apex told it: two overflows in one
+Otherwise an overflow that is already there would count again with each pass. As in apex, two overflows in one
 accumulation halve the scale twice.
 
 Gradients of this process alone, as blocks in DDP's ``no_sync`` leave them, are not set aside. DDP averages ``p.grad``
@@ -27,21 +27,27 @@ class OlderGradients:
     def __init__(self) -> None:
         self._by_param: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
 
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self._by_param)
-
     def set_aside(self, leaves: Leaves) -> None:
-        """Take the gradients of ``leaves`` out of ``p.grad``; the sums of half weights are with their masters."""
-        take_sums_out_of_model(leaves.masters)
+        """Take the gradients of ``leaves`` out of ``p.grad``; what was set aside before is forgotten.
+
+        The sums of half weights are with their masters. Where memory runs out, ``p.grad`` is as it was.
+        """
+        found: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
         for param in leaves.masterless:
             grad = param.grad
             if grad is None:
                 continue
             if _torch.is_window(grad):  # DDP's gradient_as_bucket_view overwrites the bucket in the next backward pass
                 grad = grad.clone()
-            self._by_param[param] = (grad, grad._version)
+            found[param] = (grad, grad._version)
+        self._by_param = found
+        take_sums_out_of_model(leaves.masters)
+        for param in found:
             param.grad = None
+
+    def clear_all(self) -> None:
+        """Clear all of them."""
+        self._by_param.clear()
 
     def clear(self, ids: set[int]) -> None:
         """Clear the gradients of tensors with these ``ids``, as ``zero_grad`` asks."""
@@ -58,7 +64,7 @@ class OlderGradients:
         addends: list[torch.Tensor] = []
         for param, (old, version) in self._by_param.items():
             if old._version != version:
-                _refuse_flat_parameter(param)
+                _refuse_written(param)
             new = param.grad
             if new is None:
                 param.grad = old
@@ -71,12 +77,13 @@ class OlderGradients:
         self._by_param = {}
 
 
-def _refuse_flat_parameter(param: torch.Tensor) -> None:
+def _refuse_written(param: torch.Tensor) -> None:
     shape = tuple(param.shape)
     raise RuntimeError(
-        f"scale_loss: the gradient that a parameter of shape {shape} had before the block was written in it - a block"
-        " keeps older gradients apart from new ones, and gradients of others may be views of this one (one flat"
-        " parameter, as contiguous_params makes it) - give amp.initialize an optimizer of model.parameters()."
+        f"scale_loss: the gradient that a parameter of shape {shape} had before the block was written while the block"
+        " was open - a block keeps older gradients apart from new ones - write to gradients before the block or after"
+        " it; if the script writes to none, gradients of others are views of one flat tensor (contiguous_params): give"
+        " amp.initialize an optimizer of model.parameters()."
     )
 
 
@@ -101,10 +108,10 @@ def scale_unaveraged(leaves: Leaves, scale: torch.Tensor | None) -> None:
     take_sums_out_of_model(leaves.masters)
     for master in leaves.masters:
         older = master.value.grad
-        master.value.grad = None
         if older is not None:
             scaled = older if scale is None else older * _torch.moved_to(older.device, scale)
             master.half.grad = scaled.to(master.dtype)
+            master.value.grad = None
     grads = numbers_of_gradients(leaves.masterless)
     if scale is not None and grads:
         FoundInf().multiply(grads, scale)  # each process finds an overflow in the average

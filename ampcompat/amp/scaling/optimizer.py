@@ -44,7 +44,7 @@ def step(optimizer: AmpOptimizer, original: Callable[..., Any], *args: Any, **kw
     of a script's own may take a loss, or more.
 
     Host syncs: one where the flag of a dynamic scale waits; one more for each scale that the message of a skip names.
-    None with a static scale, nor with an optimizer that takes ``found_inf``, but for its first step with momentum.
+    None with a static scale. None with an optimizer that takes ``found_inf``, except in its first step with momentum.
     """
     stash: OptimizerState = optimizer._amp_stash
     if stash.in_replaced_step:  # a script's own step, which amp's is around already, has called this one

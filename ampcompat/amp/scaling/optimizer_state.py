@@ -32,18 +32,16 @@ class DelayedOverflow(NamedTuple):
     """Whether blocks overflowed that delay the transition of their scale.
 
     Attributes:
-        scaler: The scaler of their losses.
         flag: As that of a :data:`StepFlag`.
-        taken_before: ``scaler.taken_by_script`` when the flag was noted.
+        taken_before: ``taken_by_script`` of the scaler of their losses when the flag was noted.
     """
 
-    scaler: LossScaler
     flag: torch.Tensor
     taken_before: int
 
-    def is_taken(self) -> bool:
-        """Whether the script has counted these passes, and decides about their step."""
-        return self.scaler.taken_by_script != self.taken_before
+    def is_taken_from(self, scaler: LossScaler) -> bool:
+        """Whether the script has counted these passes of ``scaler``, and decides about their step."""
+        return scaler.taken_by_script != self.taken_before
 
 
 @dataclass(eq=False)
@@ -54,7 +52,7 @@ class OptimizerState:
         session: The call of ``initialize`` that owns it.
         groups: The params of each group, as last looked up.
         leaves: Masters of these params, and params without a master.
-        shared: Ids of the leaves that another optimizer holds, too.
+        shared: Ids of the leaves that another optimizer holds, too, when groups were last looked up.
         overflows: Whether blocks since the last step overflowed, as one flag for each scaler: the next step is skipped
             if any is set, whatever the script clears before it.
         delayed_overflows: The same of blocks that delay the transition of their scale: where the script has called
@@ -67,7 +65,8 @@ class OptimizerState:
         undecided_steps: The flags of each step that only the device knows the outcome of, on their way to the host;
             the oldest first.
         device_skipped: Whether the latest of these whose outcome is known was skipped; None before the first.
-        set_aside_by_script: Gradients that a script's own copy of ``scale_loss`` has set aside.
+        set_aside_by_script: Gradients that a script's own copy of ``scale_loss`` has set aside: only
+            ``_prepare_amp_backward`` and ``_post_amp_backward`` use it.
         known_step: The optimizer's own ``step`` attribute, as last looked up.
         in_replaced_step: Whether a script's replacement of ``step`` runs; amp's wrapper is around it.
     """
@@ -94,29 +93,27 @@ class OptimizerState:
         if earlier is not None:
             flag = torch.maximum(earlier, flag)
         delayed = self.delayed_overflows.pop(scaler, None)
-        if delayed is not None and not delayed.is_taken():  # the scaler has counted these passes with the block's
+        # The scaler has counted delayed passes with the block's.
+        if delayed is not None and not delayed.is_taken_from(scaler):
             flag = torch.maximum(delayed.flag, flag)
         self.overflows[scaler] = flag
 
     def note_delayed_overflow(self, scaler: LossScaler, flag: torch.Tensor) -> None:
-        """Do the same for a block that delays the transition of its scale: the script may yet decide itself."""
+        """Note what a block has found that delays its transition.
+
+        The next step is skipped if ``flag`` is set, unless the script counts the pass itself.
+        """
         earlier = self.delayed_overflows.get(scaler)
-        if earlier is not None and not earlier.is_taken():
+        if earlier is not None and not earlier.is_taken_from(scaler):
             flag = torch.maximum(earlier.flag, flag)
-        self.delayed_overflows[scaler] = DelayedOverflow(scaler, flag, scaler.taken_by_script)
+        self.delayed_overflows[scaler] = DelayedOverflow(flag, scaler.taken_by_script)
 
     def flags(self) -> list[StepFlag]:
         """The flags any of which skips the next step."""
         flags = list(self.overflows.items())
-        if self.delayed_overflows:
-            delayed = self.delayed_overflows.values()
-            flags += [(overflow.scaler, overflow.flag) for overflow in delayed if not overflow.is_taken()]
-        return flags
-
-    def take_flags(self) -> list[StepFlag]:
-        """The flags any of which skips the next step, which are forgotten."""
-        flags = self.flags()
-        self.forget_flags()
+        for scaler, delayed in self.delayed_overflows.items():
+            if not delayed.is_taken_from(scaler):
+                flags.append((scaler, delayed.flag))
         return flags
 
     def forget_flags(self) -> None:

@@ -41,7 +41,8 @@ def scale_loss(
         model: Ignored, as under apex.
         delay_unscale: Leave the scale alone: the next block moves it. Gradients are unscaled all the same (D55), and an
             overflow skips the step. No need to use it for accumulation: gradients accumulate correctly without.
-        delay_overflow_check: The same. A script that calls the scaler's ``update_scale()`` decides about the step.
+        delay_overflow_check: Leave the scale alone, as ``delay_unscale`` does. A script that then calls the scaler's
+            ``update_scale()`` decides about the step.
 
     Returns:
         A context that yields ``loss.float() * loss_scale``.

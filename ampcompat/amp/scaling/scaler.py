@@ -212,6 +212,7 @@ class LossScaler(MovingScale):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict`, here or of GradScaler, returned; what is scaled already keeps its scale."""
         self._loss_scale = state_dict["scale"]
+        self.pending = None
         self.growth_factor = float(state_dict["growth_factor"])
         self.backoff_factor = float(state_dict["backoff_factor"])
         self._scale_seq_len = state_dict["growth_interval"]
@@ -219,11 +220,14 @@ class LossScaler(MovingScale):
 
     # -- by hand -------------------------------------------------------------------------------------------------------
     def update_scale(self) -> bool:
-        """End a backward pass by hand; returns whether the step must be skipped. One host sync.
+        """End a backward pass by hand, as in apex (``apex/amp/scaler.py: LossScaler.update_scale``). One host sync.
 
-        The caller decides about the step: overflows that ``delay_overflow_check`` blocks noted no longer skip one. A
-        buffer lent to ``_overflow_buf`` is looked at instead: it may hold the overflows of all ranks. As in apex
-        (``apex/amp/scaler.py: LossScaler.update_scale``).
+        It counts what ``unscale`` has found by hand, and the passes of blocks that have delayed their transition. A
+        buffer that a script has lent to ``_overflow_buf`` stands for the delayed passes: it may hold the overflows of
+        all ranks. The caller decides about the step: flags of delayed passes skip none any more.
+
+        Returns:
+            Whether the step must be skipped.
         """
         pending = self._take_pending()
         if self._lent_buffer is not None:

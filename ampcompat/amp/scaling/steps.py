@@ -51,7 +51,11 @@ def make_or_skip_step(optimizer: AmpOptimizer, stash: OptimizerState, original: 
 # -- before it ---------------------------------------------------------------------------------------------------------
 @_torch.eager
 def make_ready(optimizer: AmpOptimizer, stash: OptimizerState) -> None:
-    """Do what has waited for a step: messages, and masters that follow the model."""
+    """Bring everything up to date before a step looks at its flags.
+
+    Masters follow what a script wrote to the model and cleared there. Passes that no block has counted are counted.
+    Steps whose outcome has reached the host are reported. Observers are told.
+    """
     masters = stash.leaves.masters
     if masters:
         clear_with_model(masters)
@@ -186,7 +190,13 @@ def update_weights(
 # -- after it ----------------------------------------------------------------------------------------------------------
 @_torch.eager
 def finish(optimizer: AmpOptimizer, stash: OptimizerState, skipped: bool | None) -> None:
-    """Note a step that was made or skipped, and tell observers; ``skipped``: None where only the device knows."""
+    """End a step: note whether it was skipped, tell observers, forget its flags, clear gradients that it has used.
+
+    Args:
+        optimizer: Whose step.
+        stash: What amp keeps with it.
+        skipped: None where only the device knows.
+    """
     stash.skipped = skipped
     stash.session.steps += 1
     if skipped:

@@ -56,21 +56,23 @@ def unscale_gradients(leaves: Leaves, found_inf: FoundInf, scale: torch.Tensor |
         half_gradients = {master: grad for master, grad in half_gradients.items() if not grad.requires_grad}
         masterless_grads = [grad for grad in masterless_grads if not grad.requires_grad]
     if half_gradients:
+        with_first_chunk = masterless_grads  # unscaled in the kernel call of the first chunk
         for chunk in _in_chunks(half_gradients, scale):
-            _add_to_masters(chunk, masterless_grads, found_inf, scale)
-            masterless_grads = []  # unscaled with the first chunk, in the same kernel
+            _add_to_masters(chunk, with_first_chunk, found_inf, scale)
+            with_first_chunk = []
     elif masterless_grads and scale is not None:
         found_inf.multiply(masterless_grads, _torch.inverse_of(scale))
-    if len(half_gradients) < len(leaves.masters):
+    all_masters_got_one = len(half_gradients) == len(leaves.masters)
+    if not all_masters_got_one:
         for master in leaves.masters:
             master.show_gradient()
     return has_gradients
 
 
-def shared_flag(flag: torch.Tensor | None, leaves: Leaves) -> torch.Tensor | None:
-    """``flag`` of this rank, combined with the flags of all ranks that have a shard of ``leaves``. No host sync.
+def flag_of_all_ranks(flag: torch.Tensor | None, leaves: Leaves) -> torch.Tensor | None:
+    """Combine ``flag`` of this rank with the flags of all ranks that have a shard of ``leaves``. No host sync.
 
-    All of them must call it.
+    All these ranks must call it.
     """
     for adapter in adapter_state.adapters:
         flag = adapter.combined_flag(flag, leaves.masterless)

@@ -128,3 +128,17 @@ def test_an_overflow_in_no_sync_is_found_when_all_processes_have_it(level, end):
     optimizer.step()
     assert not amp.step_was_skipped(optimizer)
     assert (scaler.loss_scale(), scaler._unskipped) == (2.0**15, 1)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_another_holder_has_gradients_of_no_sync_averaged(level):
+    """Its synchronised block leaves them in ``p.grad``, where DDP averages them with the new ones."""
+    model, first = start(level)
+    second = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize([], second, opt_level=level, verbosity=0)
+    wrapped = DistributedDataParallel(model)
+    with wrapped.no_sync():
+        backward(wrapped, first)
+    with amp.scale_loss(loss_of(wrapped, 1), second) as scaled:
+        assert all(p.grad is not None for p in model.parameters())
+        scaled.backward()

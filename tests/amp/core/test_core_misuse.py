@@ -582,6 +582,23 @@ def test_an_optimizer_that_amp_does_not_know_with_gradients_of_its_own(before_st
     assert warned(train) == []
 
 
+def test_gradients_of_an_unknown_optimizer_that_a_script_keeps():
+    """Two gradients of one parameter are alive: those from before the block, and new ones."""
+    gan = HalfKnown("O1")
+    kept = []
+
+    def train():
+        for _ in range(3):
+            with amp.scale_loss(gan.d(gan.g(gan.x)).float().mean(), gan.for_g) as scaled:
+                kept.extend(p.grad for p in gan.d.parameters())
+                gan.for_d.zero_grad()
+                scaled.backward()
+            gan.for_d.step()
+
+    (message,) = warned(train)
+    assert message.startswith(UNKNOWN)
+
+
 def test_an_optimizer_of_a_model_that_amp_does_not_have():
     model, optimizer = start("O1")
     other = torch.nn.Linear(6, 6)

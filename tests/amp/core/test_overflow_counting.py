@@ -183,3 +183,19 @@ def test_a_second_step_uses_what_was_not_cleared():
     optimizer.step()
     assert not amp.step_was_skipped(optimizer)
     assert not model.b.weight.isfinite().any()
+
+
+@pytest.mark.parametrize("load", ["amp", "scaler"])
+def test_a_loaded_scale_forgets_delayed_overflows(load):
+    model, optimizer = start("O1")
+    (scaler,) = amp._amp_state.loss_scalers
+    saved = amp.state_dict() if load == "amp" else scaler.state_dict()
+    backward(model, optimizer, times=float("inf"), delay_unscale=True)
+    if load == "amp":
+        amp.load_state_dict(saved)
+    else:
+        scaler.load_state_dict(saved)
+    optimizer.zero_grad()
+    before = scaler.loss_scale()
+    backward(model, optimizer)
+    assert scaler.loss_scale() == before

@@ -139,3 +139,17 @@ def test_what_a_script_has_put_in_their_place_is_called_by_the_script_alone(leve
         replace(twin_optimizer, name, calls)
     own_backward(twin, twin_optimizer)
     assert [name for name, *_ in calls] == replaced
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_a_script_has_set_aside_is_cleared_with_the_rest(level):
+    """A pass raises between the two methods; the script catches that, and begins anew."""
+    model, optimizer = start(level, loss_scale=128.0)
+    own_backward(model, optimizer, 1)
+    optimizer._prepare_amp_backward()
+    optimizer.zero_grad()
+    own_backward(model, optimizer, 2)
+    got = [p.grad.clone() for p in amp.master_params(optimizer)]
+    optimizer.zero_grad()
+    own_backward(model, optimizer, 2)
+    assert same(got, [p.grad for p in amp.master_params(optimizer)])
