@@ -217,11 +217,6 @@ class OverflowExplainer:
         scaler = min(overflowed, key=_scale_of, default=list(steps.blocks)[-1])
         block = steps.blocks.get(scaler) or list(steps.blocks.values())[-1]
         name = self._name_of(steps, steps.seen)
-        if steps.had_old_gradients and not overflowed:
-            head = f"{name} was skipped: {OLD_GRADIENTS}, and no loss overflowed"
-            content = {"had_old_gradients": True}
-            self._tell(Fault("old gradients", head, meanings.OLD_GRADIENTS, [], content, steps.seen), None)
-            return
         persists = steps.overflows_persist(_scale_of(scaler))
         why = f", as were {steps.often}" if persists else ""
         case = Case(f"{name} was skipped{why}: a gradient is not finite", steps.seen, [steps], block)
