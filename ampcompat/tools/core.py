@@ -33,7 +33,7 @@ from ampcompat.amp.observers import notify as notify
 from ampcompat.amp.observers import observers as observers
 from ampcompat.amp.observers import observing as observing
 from ampcompat.amp.scaling import optimizer as _optimizer
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizer
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, optimizer_index
 from ampcompat.amp.scaling.scaler import LossScaler as LossScaler
 from ampcompat.amp.scaling.session import call_state
 
@@ -68,6 +68,11 @@ def latest_call() -> LatestCall | None:
 def live_models() -> list[torch.nn.Module]:
     """The models that ``initialize`` was given and that still live."""
     return list(model_index.live)
+
+
+def live_optimizers() -> list[Optimizer]:
+    """The optimizers that ``initialize`` was given and that still live, in the order in which it was."""
+    return optimizer_index.listed()
 
 
 def name_of(param: torch.Tensor) -> str:

@@ -207,7 +207,7 @@ class Birth:
             return []
         if self.is_held_by_float32:
             return [("float32", f"gives up to {self.float32:.6g} of these inputs; {self._end}")]
-        return [("float32", f"gives {self.float32:g} of these inputs too")]
+        return [("float32", "is not finite of these inputs either")]
 
     @property
     def _end(self) -> str:
@@ -217,7 +217,7 @@ class Birth:
         text = f"the loss scale is {scale:g}, {'dynamic' if is_dynamic else 'static'}"
         if not self.is_held_by_float32:
             return text
-        return f"{text}; without it the gradient is {(self.float32 or 0.0) / scale:.3g}"
+        return f"{text}; divided by it, {(self.float32 or 0.0) / scale:.3g}"
 
     def as_dict(self, scale: float) -> dict[str, object]:
         """Its facts for a line of JSON; ``scale`` is the loss scale."""
@@ -251,7 +251,7 @@ def _zeros(made: Made) -> str:
         text = f"{called} gave {counted(lost.zeros, 'zero')} where float32 gives up to {lost.float32:.3g}"
     else:
         hidden = "" if made.hidden is None else f", of {made.hidden.words},"
-        text = f"{called} was given inf{hidden} and gave 0"
+        text = f"{called} was given what is not finite{hidden} and gave 0"
     return text if made.place.line is None else f"{text}, at {made.place.line}"
 
 

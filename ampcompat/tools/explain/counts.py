@@ -43,7 +43,7 @@ class Counts:
 
     def message(self, rank: int, ranks: int) -> Message:
         """The counts of ``rank``, one of so many."""
-        rows = [meanings.SKIPPED] if self.skipped and not self.told else []
+        rows = [meanings.SKIPPED] if self.skipped and not self.told and "loss" not in self.lost else []
         rows += [row for row in (meanings.ZEROS, meanings.OLD_GRADIENTS) if row.name in self.at_end]
         rows += [meanings.NO_STEP] if self.blocks_since > self.most_blocks or not self.steps else []
         who = f"rank {rank} of {ranks}: " if ranks > 1 else ""

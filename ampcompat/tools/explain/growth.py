@@ -31,7 +31,7 @@ class Growth:
     times: float  # how many times larger it is, or than the usual weight was
 
     def __str__(self) -> str:
-        text = f"{self.parameter or 'a weight'} went from {self.before:.4g} to {self.after:.4g}"
+        text = f"the largest value of {self.parameter or 'a weight'} went from {self.before:.4g} to {self.after:.4g}"
         text += f" in {counted(self.steps, 'step')}"
         if self.rates:
             last = f" to {self.rates[-1]:g}" if self.rates[-1] != self.rates[0] else ""
@@ -51,6 +51,7 @@ class History:
         """Forget what was seen: something other than a step has written the weights."""
         self._sizes.clear()
         self._rates.clear()
+        self._losses.clear()
         self._sizes.append(sizes)
 
     def add(self, sizes: dict[int, float], optimizer: Optimizer) -> None:

@@ -75,7 +75,7 @@ BY_OP = {op: row for row in OPS for op in row.ops}
 #: Of an op that is not in the table.
 UNDEFINED = Row("in float32 too", "float32 gives the same of these inputs")
 NOT_COMPUTED = Row("not computed", "the op was not computed in float32")
-TOO_LARGE = Row("too large", "float32 holds this value, half does not")
+TOO_LARGE = Row("too large", "float32 gives finite values of these inputs, half does not")
 GRADIENT = Row("gradient", "float32 holds this gradient, half does not, with the loss scale in it")
 CONSTANT = Row("constant", "half holds no such number")
 WRITTEN = Row("written", "a number among its arguments is inf or NaN")
@@ -90,7 +90,7 @@ OUTSIDE = {
 }
 
 #: Of what is no value's birth.
-STEP = Row("step", "it was finite when it was last looked at")
+STEP = Row("step", "what was looked at before this step was finite")
 OLD_GRADIENTS = Row("old gradients", "gradients are kept until they are cleared")
 UNKNOWN = Row("unknown", "no op that was seen made it")
 SKIPPED = Row("skipped", "a dynamic loss scale comes down by skipping steps")

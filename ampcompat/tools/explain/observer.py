@@ -29,6 +29,7 @@ from ampcompat.tools.core import (
     Kwargs,
     LossScaler,
     Optimizer,
+    live_optimizers,
     optimizer_name,
     overflowed_scalers,
     was_skipped,
@@ -175,7 +176,7 @@ class OverflowExplainer:
     # -- a step --------------------------------------------------------------------------------------------------------
     def _look_at_made(self, steps: Steps) -> None:
         """Look at what a step has written, and at its gradients."""
-        were_finite = steps.weights.are_finite
+        were_finite, was_all_finite = steps.weights.are_finite, steps.weights.is_all_finite
         largest = steps.weights.look_after_step(steps.optimizer)
         steps.steps_of_zeros = steps.steps_of_zeros + 1 if largest == 0 else 0
         self._underflow = ""
@@ -184,9 +185,9 @@ class OverflowExplainer:
             told = underflow(steps.optimizer, steps.seen, scale, largest, steps.steps_of_zeros)
             has_learned_all = bool(told) and steps.weights.history.losses[-1:] == [0.0]
             self._underflow = "" if has_learned_all else told
+        if was_all_finite and not steps.weights.is_all_finite and not steps.lost:
+            self._look_at_written(steps)
         if were_finite and not steps.weights.are_finite:
-            if not steps.lost:
-                self._look_at_written(steps)
             self.counts.spoiled_at = self.counts.spoiled_at or steps.seen
             self._is_spoiling_told = steps.is_told
 
@@ -206,7 +207,8 @@ class OverflowExplainer:
         steps.lost, steps.is_told = "weights", True
         lines = [*written.lines, ("before", OLD_GRADIENTS)] if steps.had_old_gradients else written.lines
         content = {**written.content, "had_old_gradients": steps.had_old_gradients}
-        fault = Fault(written.words, f"{name}: {written.words}", meanings.STEP, lines, content, steps.seen)
+        row = meanings.OLD_GRADIENTS if steps.had_old_gradients else meanings.STEP
+        fault = Fault(written.words, f"{name}: {written.words}", row, lines, content, steps.seen)
         self._tell(fault, self._growth(None))
 
     def _look_at_skipped(self, steps: Steps) -> None:
@@ -287,7 +289,7 @@ class OverflowExplainer:
     def _tell_unknown(self, case: Case, known: str) -> None:
         """Watch the next steps; tell, once, that a birth was not found."""
         steps = self.watch.arm()
-        more = f"; the next {steps} steps are watched as they run" if steps else ""
+        more = f"; up to {steps} steps are watched as they run" if steps else ""
         fault = Fault("", f"{case.head}; {known}{more}", meanings.UNKNOWN, [], {}, case.number)
         fault.growth = self._growth(None)
         self.telling.tell_unknown(fault)
@@ -308,9 +310,10 @@ class OverflowExplainer:
 
     def _name_of(self, steps: Steps, number: int) -> str:
         """As in "step 31"; with the optimizer, where there are several."""
-        if len(self.steps) < 2:
+        optimizers = live_optimizers()
+        if len(optimizers) < 2:
             return f"step {number}"
-        index = list(self.steps.values()).index(steps)
+        index = optimizers.index(steps.optimizer)
         return f"step {number} of optimizer {index} ({optimizer_name(steps.optimizer)})"
 
     # -- the end -------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ _REFLECTED = (
     "__rmatmul__",
 )
 #: How far below the node of a function's result its other nodes are.
-_MOST_NODES_OF_A_CALL = 6
+_MOST_NODES_OF_A_CALL = 64
 
 R = TypeVar("R")
 

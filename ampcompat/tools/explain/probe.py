@@ -71,7 +71,8 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def given_to(self, model: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Note what ``model`` gets and holds that is not finite, and that no op has made."""
         self._parameters.update(storage(one) for one in model.parameters() if readable(one))
-        given = [(str(number), tensor) for number, tensor in enumerate(tensors_in((args, kwargs)))]
+        arguments = (*enumerate(args), *kwargs.items())
+        given = [(str(name), tensor) for name, value in arguments for tensor in tensors_in(value)]
         held = {"input": given, "parameter": model.named_parameters(), "buffer": model.named_buffers()}
         for kind, tensors in held.items():
             for name, tensor in tensors:
@@ -79,7 +80,9 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._note_given(kind, f"{kind} {name} of {type(model).__name__}", tensor)
 
     def _note_given(self, kind: str, name: str, tensor: torch.Tensor) -> None:
-        birth = self._note(Birth(kind, name, NOWHERE, False, TensorFacts.of(kind, tensor)), tensor)
+        is_mask = bool(tensor.detach().amax() < torch.inf)  # it holds -inf alone
+        numbers = {"value": -torch.inf} if is_mask else {}
+        birth = self._note(Birth(kind, name, NOWHERE, False, TensorFacts.of(kind, tensor), numbers=numbers), tensor)
         master = master_of(tensor)
         if master is not None:
             birth.inputs.append(TensorFacts.of("its master", master.value))
@@ -104,8 +107,14 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def birth_of(self, tensors: Iterable[torch.Tensor]) -> Birth | None:
         """The same; None also where another rank, or something else that was not seen, made it."""
+        tensors = list(tensors)
         birth = self.origin(tensors)
-        return None if birth is None or birth.kind == UNSEEN else birth
+        if birth is None or birth.kind == UNSEEN:
+            return None
+        is_nan = any(bool(torch.isnan(one).any()) for one in tensors)
+        if birth.became is not None and birth.became[1] == "NaN" and not is_nan:
+            birth.became = None  # what has become NaN there has not come here
+        return birth
 
     def writer_of(self, birth: Birth) -> Birth | None:
         """What has written a buffer that was not finite before a forward, after that forward; else None."""

@@ -8,8 +8,8 @@ from typing import cast
 
 from ampcompat.tools.core import LossScaler, Optimizer, numbers_of, scale_and_passes
 from ampcompat.tools.explain.birth import Birth
-from ampcompat.tools.explain.weights import Weights, gradients_of, lost_gradients
-from ampcompat.tools.tensors import largest
+from ampcompat.tools.explain.weights import Weights, gradients_of
+from ampcompat.tools.tensors import is_finite, largest
 
 #: The last steps that are looked at, and how many of them a back-off may skip. A scale that begins at 65536 is below 1
 #: after 17 skips.
@@ -63,8 +63,8 @@ class Steps:
         if is_first:
             self._has_stepped = False
             self.blocks = {}
-            self.had_old_gradients = self.skips > 0 and bool(lost_gradients([self.optimizer]))
-        self.blocks[block.scaler] = block
+            self.had_old_gradients = self.skips > 0 and not all(map(is_finite, gradients_of(self.optimizer)))
+        self.blocks.setdefault(block.scaler, block)  # an overflow halves the scale of the next
         if self.lost and not any(map(largest, gradients_of(self.optimizer))):
             self.lost = ""  # the script has dropped that batch, and cleared its gradients
         self.weights.look_at_written(self.optimizer)

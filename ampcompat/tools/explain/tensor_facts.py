@@ -45,7 +45,7 @@ class TensorFacts:
         )
 
     def __str__(self) -> str:
-        facts = [] if self.least is None else [f"{self.least:.4g} .. {self.most:.4g}"]
+        facts = [] if self.least is None else [f"{self.least:.5g} .. {self.most:.5g}"]
         if self.zeros:
             facts.append(f"{self._of(self.zeros)} 0")
         if self.not_finite:

@@ -10,7 +10,7 @@ import torch
 from ampcompat import _torch
 from ampcompat.tools.core import Optimizer, latest_call, master_of
 from ampcompat.tools.explain.growth import History
-from ampcompat.tools.tensors import is_finite, largest_on_device, readable
+from ampcompat.tools.tensors import largest_on_device, readable
 
 
 class Weights:
@@ -22,9 +22,14 @@ class Weights:
 
     def look(self, optimizer: Optimizer) -> None:
         """Look at weights that something other than a step may have written: one host sync."""
-        self.are_finite, _, sizes = _examine(optimizer)
+        self.are_finite, self.is_state_finite, _, sizes = _examine(optimizer)
         self._versions = _versions(optimizer)
         self.history.begin(sizes)
+
+    @property
+    def is_all_finite(self) -> bool:
+        """Whether weights and state are."""
+        return self.are_finite and self.is_state_finite
 
     def look_at_written(self, optimizer: Optimizer) -> None:
         """Look, if something other than a step has written weights, which the step to come is not blamed for."""
@@ -39,13 +44,13 @@ class Weights:
         """
         largest_grad = None
         if self.are_finite:
-            self.are_finite, largest_grad, sizes = _examine(optimizer)
+            self.are_finite, self.is_state_finite, largest_grad, sizes = _examine(optimizer)
             self.history.add(sizes, optimizer)
         self._versions = _versions(optimizer)
         return largest_grad
 
 
-def _examine(optimizer: Optimizer) -> tuple[bool, float | None, dict[int, float]]:
+def _examine(optimizer: Optimizer) -> tuple[bool, bool, float | None, dict[int, float]]:
     """Look at all weights that ``optimizer`` steps, the halves of masters too, and at its state and gradients.
 
     Returns:
@@ -55,12 +60,13 @@ def _examine(optimizer: Optimizer) -> tuple[bool, float | None, dict[int, float]
     weights = [param for _, param in params_of(optimizer) if param.numel()]
     masters = [master for master in map(master_of, weights) if master is not None]
     states = [tensor for param in weights for _, tensor in state_of(optimizer, param)]
-    written = [*weights, *(master.half for master in masters), *states]
+    written = [*weights, *(master.half for master in masters)]
     grads = gradients_of(optimizer) if _computes_in_float16() else []
-    sizes = _largest_of_each([*written, *grads])
+    sizes = _largest_of_each([*written, *states, *grads])
     are_finite = all(map(math.isfinite, sizes[: len(written)]))
-    largest_grad = max(sizes[len(written) :], default=None)
-    return are_finite, largest_grad, dict(zip(map(id, weights), sizes, strict=False))
+    is_state_finite = all(map(math.isfinite, sizes[len(written) : len(written) + len(states)]))
+    largest_grad = max(sizes[len(written) + len(states) :], default=None)
+    return are_finite, is_state_finite, largest_grad, dict(zip(map(id, weights), sizes, strict=False))
 
 
 def _computes_in_float16() -> bool:
@@ -123,12 +129,13 @@ def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def lost_gradients(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
     """The gradients that are not finite; those of half weights, where these have any, before those of their masters."""
-    found = []
+    grads: list[torch.Tensor] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for param in group["params"]:
                 master = master_of(param)
-                halves = [] if master is None else [master.half]
-                grads = [one.grad for one in (*halves, param) if one.grad is not None]
-                found += [grad for grad in grads if not is_finite(grad)]
-    return found
+                holders = [param] if master is None else [master.half, param]
+                grads += [one.grad for one in holders if one.grad is not None]
+    grads = [grad for grad in grads if readable(grad) and grad.numel()]
+    sizes = _largest_of_each(grads)
+    return [grad for grad, size in zip(grads, sizes, strict=True) if not math.isfinite(size)]

@@ -33,7 +33,7 @@ def first_written(optimizer: Optimizer) -> Written | None:
         parameter = name_of(param) or f"a weight of group {group}"
         facts = TensorFacts.of(what, tensor)
         beside = _beside(optimizer, param, tensor)
-        options = _options(optimizer, group, tensor.dtype)
+        options = _options(optimizer, group, param.dtype)
         words = f"{name} left {parameter if what == 'weight' else f'{what} of {parameter}'} not finite"
         lines = [("what", str(facts))]
         for other, zeros in beside:

@@ -132,7 +132,7 @@ TEXTS = {
   module    Logs itself
   in        self float16 [2, 2]: 0 .. 1, 2 of 4 are 0
   out       result float16 [2, 2]: 0 .. 0, 2 of 4 are 0, 2 of 4 are not finite
-  float32   gives inf of these inputs too
+  float32   is not finite of these inputs either
   zeros     softmax gave 2 zeros where float32 gives up to 8.76e-27, at {HERE}: shares = torch.softmax(y * .*
   means     the logarithm of 0 is -inf, with an infinite derivative, and of less than 0 NaN
   see       docs/debugging.md, "log"
@@ -150,7 +150,7 @@ ampcompat explain: 1 of 1 step was skipped; not finite: the loss of 1 step; the 
   in        mat2 float16 [2, 2]: 50 .. 50
   out       result float16 [2, 2]: 4 of 4 are not finite
   float32   gives up to 102400 of these inputs; float16 ends at 65504
-  scale     the loss scale is 1024, static; without it the gradient is 100
+  scale     the loss scale is 1024, static; divided by it, 100
   means     float32 holds this gradient, half does not, with the loss scale in it
   see       docs/debugging.md, "gradient"
 ampcompat explain: 0 of 1 step were skipped; not finite: the gradients of 1 step; seen: the backward of linear at\
@@ -178,11 +178,11 @@ ampcompat explain: 1 of 1 step was skipped; not finite: the loss of 1 step; the 
         """ampcompat explain: step 1: Adam left weight not finite.
   what      weight float16 [3, 2]: 0.5 .. 0.5, 4 of 6 are not finite, in rows 0, 2
   with      grad float16 [3, 2]: 0 .. 1, 4 of 6 are 0; 0 in 4 of the 4 that are lost
-  with      exp_avg float16 [3, 2]: 0 .. 0.09998, 4 of 6 are 0; 0 in 4 of the 4 that are lost
-  with      exp_avg_sq float16 [3, 2]: 0 .. 0.001, 4 of 6 are 0; 0 in 4 of the 4 that are lost
+  with      exp_avg float16 [3, 2]: 0 .. 0.099976, 4 of 6 are 0; 0 in 4 of the 4 that are lost
+  with      exp_avg_sq float16 [3, 2]: 0 .. 0.0010004, 4 of 6 are 0; 0 in 4 of the 4 that are lost
   option    lr=0.5
   option    eps=1e-08, which is 0 in float16
-  means     it was finite when it was last looked at
+  means     what was looked at before this step was finite
   see       docs/debugging.md, "step"
 ampcompat explain: 0 of 1 step were skipped; not finite: the weights of 1 step; seen: Adam left weight not finite,\
  in 1 step; weights are not finite since step 1.
@@ -190,7 +190,7 @@ ampcompat explain: 0 of 1 step were skipped; not finite: the weights of 1 step; 
     ),
     "a loss": (
         lambda: lose_steps(lambda model: (model(torch.ones(2, 2)).float() * 0).log().mean(), steps=2),
-        f"""ampcompat explain: the loss of step 1 is -inf; its forward, run again, returned values up to 3; the next 50\
+        f"""ampcompat explain: the loss of step 1 is -inf; its forward, run again, returned values up to 3; up to 50\
  steps are watched as they run.
   means     no op that was seen made it
   see       docs/debugging.md, "unknown"
