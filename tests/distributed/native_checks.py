@@ -55,7 +55,9 @@ def native_accumulates_in_no_sync(level: str) -> None:
                 for index, factor in enumerate((1.0, 0.5, 0.25)):
                     with nullcontext() if index == 2 else run.no_sync():
                         (run(batch(3 * at + index)).float().pow(2).mean() * factor).backward()
-                tolerance = 0.0 if level == "O0" else 2.0**-7
+                # DDP lays its buckets out anew after its first backward pass, and gloo sums more than two ranks in the
+                # order of buckets.
+                tolerance = 1e-4 if level == "O0" else 2.0**-7
                 for got, want in zip(found, gradients(run), strict=True):
                     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance / 16)
                 optimizer.step()
