@@ -15,8 +15,8 @@ from ampcompat._torch import TORCH
 def run_on_two_processes(checks):
     """Call each of ``checks`` with the rank in two processes: forked if they can be, since torch takes long to import.
 
-    Beside a GPU the autograd engine has threads, which a fork does not survive; from torch 2.14 on, other tests may have
-    started some without a GPU, too.
+    Beside a GPU the autograd engine has threads, which a fork does not survive; from torch 2.14 on, other tests may
+    have started some without a GPU, too.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
