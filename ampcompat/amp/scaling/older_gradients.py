@@ -25,33 +25,34 @@ class OlderGradients:
     """Gradients that an open block has set aside, each with its version then."""
 
     def __init__(self) -> None:
-        self._by_param: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
+        # Parameter, gradient and version; no dict, since torch hashes a tensor in Python.
+        self._entries: list[tuple[torch.Tensor, torch.Tensor, int]] = []
 
     def set_aside(self, leaves: Leaves) -> None:
         """Take the gradients of ``leaves`` out of ``p.grad``; what was set aside before is forgotten.
 
         The sums of half weights are with their masters. Where memory runs out, ``p.grad`` is as it was.
         """
-        found: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
+        found: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         for param in leaves.masterless:
             grad = param.grad
             if grad is None:
                 continue
             if _torch.is_window(grad):  # DDP's gradient_as_bucket_view overwrites the bucket in the next backward pass
                 grad = grad.clone()
-            found[param] = (grad, grad._version)
-        self._by_param = found
+            found.append((param, grad, grad._version))
+        self._entries = found
         take_sums_out_of_model(leaves.masters)
-        for param in found:
+        for param, _, _ in found:
             param.grad = None
 
     def clear_all(self) -> None:
         """Clear all of them."""
-        self._by_param.clear()
+        self._entries = []
 
     def clear(self, ids: set[int]) -> None:
         """Clear the gradients of tensors with these ``ids``, as ``zero_grad`` asks."""
-        self._by_param = {param: entry for param, entry in self._by_param.items() if id(param) not in ids}
+        self._entries = [entry for entry in self._entries if id(entry[0]) not in ids]
 
     @torch.no_grad()
     def add_to_new(self) -> None:
@@ -62,7 +63,7 @@ class OlderGradients:
         """
         sums: list[torch.Tensor] = []
         addends: list[torch.Tensor] = []
-        for param, (old, version) in self._by_param.items():
+        for param, old, version in self._entries:
             if old._version != version:
                 _refuse_written(param)
             new = param.grad
@@ -74,7 +75,7 @@ class OlderGradients:
                 sums.append(_torch.local_part(new))
                 addends.append(_torch.local_part(old))
         _torch.foreach_accumulate_(sums, addends)
-        self._by_param = {}
+        self._entries = []
 
 
 def _refuse_written(param: torch.Tensor) -> None:
