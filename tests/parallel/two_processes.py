@@ -1,29 +1,40 @@
 """Checks on two gloo processes."""
 
 import datetime
+import functools
+import multiprocessing
+import os
 import socket
+import sys
+from multiprocessing import forkserver
 
+import pytest
 import torch
 import torch.distributed as dist
 from internals import reset
-from packaging.version import Version
 from process_group import destroy_process_group
-
-from ampcompat._torch import TORCH
 
 
 def run_on_two_processes(checks):
-    """Call each of ``checks`` with the rank in two processes: forked if they can be, since torch takes long to import.
+    """Call each of ``checks`` with the rank in two processes.
 
-    Beside a GPU the autograd engine has threads, which a fork does not survive; from torch 2.14 on, other tests may
-    have started some without a GPU, too.
+    They are forked from a server that has imported torch and run nothing: the autograd engine's threads, which a fork
+    does not survive, are not there.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    may_have_threads = torch.cuda.is_available() or Version("2.14") <= TORCH
-    method = "spawn" if may_have_threads else "fork"
-    torch.multiprocessing.start_processes(_run, (port, checks), nprocs=2, start_method=method)
+    _start_server()
+    torch.multiprocessing.start_processes(_run, (port, checks), nprocs=2, start_method="forkserver")
+
+
+@functools.cache
+def _start_server():
+    """Start the server, which looks for the modules that it imports first where ``PYTHONPATH`` says."""
+    multiprocessing.set_forkserver_preload(["imported_once"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        forkserver.ensure_running()
 
 
 def _run(rank, port, checks):
