@@ -88,7 +88,6 @@ class OverflowExplainer:
         self.counts = Counts()
         self.steps: weakref.WeakKeyDictionary[Optimizer, Steps] = weakref.WeakKeyDictionary()
         self._first_blocks: dict[LossScaler, Block] = {}  # of the scalers whose scale moves
-        self._underflow = ""  # gradients of 0 in the latest step, in words
         self._is_spoiling_told = False  # whether it was told what has left weights that are not finite
 
     # -- events --------------------------------------------------------------------------------------------------------
@@ -179,12 +178,12 @@ class OverflowExplainer:
         were_finite, was_all_finite = steps.weights.are_finite, steps.weights.is_all_finite
         largest = steps.weights.look_after_step(steps.optimizer)
         steps.steps_of_zeros = steps.steps_of_zeros + 1 if largest == 0 else 0
-        self._underflow = ""
+        steps.underflow = ""
         if largest is not None and steps.blocks:
             scale = min(block.scale for block in steps.blocks.values())
-            told = underflow(steps.optimizer, steps.seen, scale, largest, steps.steps_of_zeros)
+            told = underflow(steps, self._name_of(steps, steps.seen), scale, largest)
             has_learned_all = bool(told) and steps.weights.history.losses[-1:] == [0.0]
-            self._underflow = "" if has_learned_all else told
+            steps.underflow = "" if has_learned_all else told
         if was_all_finite and not steps.weights.is_all_finite and not steps.lost:
             self._look_at_written(steps)
         if were_finite and not steps.weights.are_finite:
@@ -343,8 +342,8 @@ class OverflowExplainer:
         for scaler, first in self._first_blocks.items():
             of = f" of loss {scaler.loss_id}" if len(self._first_blocks) > 1 else ""
             counts.scales[of] = [first.scale, _scale_of(scaler)]
-        if self._underflow:
-            counts.at_end[meanings.ZEROS.name] = self._underflow
+        if underflows := [steps.underflow for steps in self.steps.values() if steps.underflow]:
+            counts.at_end[meanings.ZEROS.name] = "; ".join(underflows)
         if counts.blocks_since and lost_gradients(list(self.steps)):
             counts.at_end[meanings.OLD_GRADIENTS.name] = "gradients are not finite, and were not cleared"
 

@@ -42,6 +42,7 @@ class Steps:
         self.blocks: dict[LossScaler, Block] = {}  # the last of each scaler, since the step before
         self.weights = Weights(optimizer)
         self.steps_of_zeros = 0  # how many in a row, up to the last that was made, had gradients of 0 alone
+        self.underflow = ""  # gradients of 0 in the last that was made, in words
         self.had_old_gradients = False  # gradients that were not finite, before the first block since the step before
         self.held: Birth | None = None  # of gradients that a lower loss scale may hold
         self._last: deque[bool] = deque(maxlen=WINDOW)  # whether they were skipped

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ampcompat.tools.core import Optimizer
+from ampcompat.tools.explain.steps import Steps
 from ampcompat.tools.explain.weights import gradients_of
 
 #: Below it, the largest gradient times the loss scale leaves next to nothing above float16's least number, 2 ** -24.
@@ -11,26 +11,22 @@ SMALL = 2.0**-12
 MANY = 20
 
 
-def underflow(optimizer: Optimizer, step: int, scale: float, largest: float, steps_of_zeros: int) -> str:
+def underflow(steps: Steps, name: str, scale: float, largest: float) -> str:
     """Tell of gradients that are next to 0 in float16, or were 0 for many steps; "" of any others.
 
     Args:
-        optimizer: The one that has made the step.
-        step: The step.
+        steps: The steps of an optimizer that has just made one.
+        name: That step, as in "step 31".
         scale: The loss scale.
         largest: The largest gradient.
-        steps_of_zeros: How many steps in a row had gradients of 0 alone.
     """
-    if steps_of_zeros >= MANY:
-        return (
-            f"the gradients of the last {steps_of_zeros} steps that were made were all 0, at a loss scale of {scale:g}"
-        )
+    if steps.steps_of_zeros >= MANY:
+        return f"{steps.steps_of_zeros} steps, up to {name}, had gradients of 0 alone, at a loss scale of {scale:g}"
     if largest * scale >= SMALL or (largest == 0 and scale > 1):
         return ""
-    grads = gradients_of(optimizer)
+    grads = gradients_of(steps.optimizer)
     zeros = sum(int((grad == 0).sum()) for grad in grads)
     share = 100 * zeros / sum(grad.numel() for grad in grads)
     return (
-        f"{share:.0f} % of the gradients of step {step} were 0, and the largest {largest:.3g}, at a loss scale of"
-        f" {scale:g}"
+        f"{share:.0f} % of the gradients of {name} were 0, and the largest {largest:.3g}, at a loss scale of {scale:g}"
     )

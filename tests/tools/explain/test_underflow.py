@@ -86,6 +86,22 @@ def test_gradients_that_a_clip_has_made_zero(capsys):
     assert told(capsys).counts["at_end"]
 
 
+def test_each_optimizer_has_gradients_of_its_own(capsys):
+    """A GAN whose discriminator has won: the generator's gradients are 0, and the discriminator steps last."""
+    torch.manual_seed(0)
+    models = [nn.Linear(8, 1), nn.Linear(8, 1)]
+    optimizers = [torch.optim.SGD(models[0].parameters(), lr=0.1), torch.optim.Adam(models[1].parameters())]
+    models, optimizers = amp.initialize(models, optimizers, opt_level="O1", num_losses=2, verbosity=0)
+    explain()
+    for _ in range(MANY):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        make_step(optimizers[0], (models[0](torch.randn(4, 8)).float() * 0).mean() + 1, loss_id=0)
+        make_step(optimizers[1], models[1](torch.randn(4, 8)).float().mean(), loss_id=1)
+    (told_at_end,) = told(capsys).counts["at_end"]
+    assert f"step {MANY} of optimizer 0 (SGD)" in told_at_end
+
+
 def test_a_step_of_zeros_now_and_then_is_not_told(capsys):
     trained(lambda model, step: model(torch.ones(4, 8)).float().mean() * (0.0 if step in (0, 5) else 1e-2), steps=6)
     assert told(capsys).counts["at_end"] == []
