@@ -21,7 +21,7 @@ class HalfDtype(NamedTuple):
     has_range_of_float32: bool
 
 
-#: The dtypes that "half" stands for; docs/architecture.md says what one more takes.
+#: The dtypes that "half" stands for.
 HALF = {
     torch.float16: HalfDtype(("float16", "fp16", "half"), has_range_of_float32=False),
     torch.bfloat16: HalfDtype(("bfloat16", "bf16"), has_range_of_float32=True),

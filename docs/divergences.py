@@ -10,7 +10,8 @@ HERE = Path(__file__).parent
 HEAD = """<!-- Generated from divergences.json by divergences.py: change that file. -->
 # Differences from apex
 
-Every difference from apex, numbered so that you can cite it. A row that names torch versions holds only there.
+Differences of `amp` from apex, numbered so that you can cite them; [Names](namespace.md) has those of single
+optimizers, norms, extensions and `FP16_Optimizer`. A row that names torch versions holds only there.
 """
 
 

@@ -1,5 +1,6 @@
-"""The code that docs/resume.md has for Hugging Face's Trainer, on a stand-in that saves what that one saves."""
+"""The code of docs/resume.md: a moving average, and Hugging Face's Trainer, on a stand-in that saves what it saves."""
 
+import copy
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,3 +77,25 @@ def test_the_trainer_resumes_bitwise_with_the_callback_alone(snippets, tmp_path)
     exec(resumes, {**scope, "trainer": trainer, "checkpoint": checkpoint})
     for name, value in whole.items():
         assert torch.equal(resumed[0][name], value), name
+
+
+@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_the_moving_average_moves(opt_level):
+    section = PAGE.read_text().partition("## Keep a moving average\n")[2].partition("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    if opt_level == "O3":
+        (begins,) = re.findall(r"begin with `(ema = .*?)`", section)
+        code = re.sub(r"^ema = .*", begins, code)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    scope = {"amp": amp, "copy": copy, "model": model, "torch": torch}
+    exec(code, scope)
+    ema, update = scope["ema"], scope["update"]
+    before = ema.state_dict()["weight"].clone()
+    with torch.no_grad():
+        model.weight.add_(1)
+    for _ in range(100):
+        update(ema, model)
+    moved = ema.state_dict()["weight"] - before
+    torch.testing.assert_close(moved, torch.full_like(moved, 0.01), rtol=0.02, atol=0)
