@@ -1,6 +1,6 @@
-"""Show the latest ``initialize`` call as apex's module-global state (``apex/amp/_amp_state.py``).
+"""Show the latest session as apex's module-global state (``apex/amp/_amp_state.py``).
 
-``loss_scalers`` are those of the latest call that has optimizers.
+``loss_scalers`` are those of the latest session that has optimizers.
 
 Scripts read ``loss_scalers``, ``opt_properties`` and ``handle`` here, test for them with ``hasattr``, and set
 ``allow_incoming_model_not_fp32``, ``hard_override`` and ``verbosity``.

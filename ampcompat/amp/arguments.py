@@ -87,7 +87,7 @@ def _refuse_scripted_parts(model: torch.nn.Module, level: str) -> None:
 
 
 def _cast_by_amp(model: torch.nn.Module) -> set[torch.nn.Module]:
-    """The modules in ``model`` that an earlier call of ``initialize`` has cast, and what was added below them since.
+    """The modules in ``model`` that amp has cast before, and what was added below them since.
 
     What is added may be made of half weights: parametrizations of ``torch.nn.utils`` take the weight over.
     """
@@ -103,7 +103,7 @@ def _refuse_unsupported_weights(module: torch.nn.Module, cast_before: bool) -> N
 
     Args:
         module: A part of a model.
-        cast_before: Whether its weights may be half by an earlier call of ``initialize``.
+        cast_before: Whether amp has cast its weights before, which may be half then.
     """
     allows_half: bool = view_state.view["allow_incoming_model_not_fp32"]
     for name, param in module._parameters.items():

@@ -37,7 +37,7 @@ from ampcompat.amp.scaling.groups import follow_groups, model_tensor
 from ampcompat.amp.scaling.optimizer import attach, detach
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, optimizer_index, scalers_shown
 from ampcompat.amp.scaling.scaler import LossScaler
-from ampcompat.amp.scaling.session import Session, call_state
+from ampcompat.amp.scaling.session import Session, session_state
 from ampcompat.amp.session_casts import begin_casts, release_casts
 
 if TYPE_CHECKING:
@@ -99,18 +99,19 @@ def initialize(
     """Put models and optimizers under mixed precision, in place.
 
     The signature is apex's (``apex/amp/frontend.py: initialize``); what apex did not have is by keyword alone. May be
-    called any number of times, for the same or other objects, at any levels: each call owns its models, optimizers and
-    scalers. ``amp._amp_state`` shows the latest call, and the scalers of the latest that has optimizers;
-    ``amp.state_dict()`` has these first, then those of earlier calls whose optimizers are alive. apex allowed one call.
+    called any number of times, for the same or other objects, at any levels: each call begins a session, which owns its
+    models, optimizers and scalers. ``amp._amp_state`` shows the latest session, and the scalers of the latest one that
+    has optimizers; ``amp.state_dict()`` has these first, then the scalers of earlier sessions whose optimizers are
+    alive. apex allowed one call.
 
     Args:
         models: A ``torch.nn.Module`` with float32 weights, not yet wrapped in DDP or DataParallel; or a list of them.
         optimizers: An optimizer, a list of them (possibly empty), or None.
         enabled: False leaves the objects as plain PyTorch has them, and makes every later call on them a no-op. Objects
-            that an earlier call had put under amp are taken out of it: float32 weights with the masters' values, and an
-            optimizer that steps them. (apex left the casts in place and stopped scaling.) Any value is taken by its
-            truth: public scripts pass the level here, ``initialize(model, optimizer, "O1")``, and a line says which
-            level is in force.
+            that were under amp before are taken out of it: float32 weights with the masters' values, and an optimizer
+            that steps them. (apex left the casts in place and stopped scaling.) Any value is taken by its truth: public
+            scripts pass the level here, ``initialize(model, optimizer, "O1")``, and a line says which level is in
+            force.
         opt_level: ``"O0"`` to ``"O3"`` as in apex, ``"O4"`` (O1 in bfloat16) or ``"O5"`` (O2 in bfloat16).
         cast_model_type: Dtype of weights and inputs; False for no cast.
         patch_torch_functions: Cast functions by lists (O1's own).
@@ -259,7 +260,7 @@ def _refuse_to_leave(models: Modules, given: list[AmpOptimizer], policy: ModelPo
     """Refuse to change a model's level without an optimizer under amp that holds its tensors.
 
     Left behind, it would step half weights without masters, masters of float32 weights, or gradients of an unscaled
-    loss. Optimizers of calls with the same policy stay where they are, and keep their loss scale.
+    loss. Optimizers of sessions with the same policy stay where they are, and keep their loss scale.
     """
     changed = _ids_in(models)
     for optimizer in optimizer_index.listed():
@@ -353,7 +354,7 @@ def _take_over(session: Session, objects: _Objects) -> None:
         if session.policy.master_weights or not all(scaler.is_one for scaler in session.scalers):
             watch_more(len(session.scalers))
     view_state.view = view
-    call_state.latest = session
+    session_state.latest = session
     view_state.find_scalers = scalers_shown
     if session.enabled:
         checkpoint.restore_after_initialize()
@@ -377,7 +378,7 @@ def _cast_models(session: Session, objects: _Objects) -> None:
     parts = {part: None for model in objects.models for part in model.modules()}
     if policy.half_dtype is not None:
         policy.has_parts = _hold_one_another(objects.models)
-    optimizers = [*objects.optimizers, *optimizer_index.listed()]  # one of an earlier call may train this model, too
+    optimizers = [*objects.optimizers, *optimizer_index.listed()]  # one of an earlier session may train this model, too
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     trained = {id(param) for group in groups for param in group["params"]}
     cast_weights(

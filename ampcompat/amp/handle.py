@@ -28,7 +28,7 @@ class AmpHandle:
     _session: Session = DISABLED
 
     def is_active(self) -> bool:
-        """Whether this call's casts are in force."""
+        """Whether the casts of the handle's session are in force."""
         return self._session.policy.casts.enabled and not are_switched_off()
 
     @property
@@ -72,10 +72,10 @@ class AmpHandle:
 
 
 class NoOpHandle(AmpHandle):
-    """Serve as ``amp._amp_state.handle`` after a call that casts no functions: losses stay as they are."""
+    """Serve as ``amp._amp_state.handle`` of a session that casts no functions: losses stay as they are."""
 
     def is_active(self) -> bool:
-        """Whether casts of an earlier call are in force outside of its models."""
+        """Whether casts of an earlier session are in force outside of its models."""
         return cast_state.ambient is not None and not are_switched_off()
 
 

@@ -81,7 +81,7 @@ def _noted(grad: torch.Tensor) -> _Gradient:
 
 
 def watch_more(losses: int) -> None:
-    """Watch the next blocks, for ``losses`` losses of a call of ``initialize``."""
+    """Watch the next blocks, for the ``losses`` losses of a session."""
     watch = next((observer for observer in observer_state.observers if isinstance(observer, Watch)), None)
     if watch is None:
         watch = Watch()

@@ -1,4 +1,4 @@
-"""The options in force for one call of ``initialize``: its level, overridden by keywords and by the environment."""
+"""The options in force for one session: its level, overridden by keywords and by the environment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DTYPE_NAMES = {name: dtype for dtype, row in HALF.items() for name in row.names
 
 
 class Properties:
-    """The options in force for one ``initialize`` call, readable as attributes and as the dict ``options``.
+    """The options in force for one session, readable as attributes and as the dict ``options``.
 
     apex let scripts construct it without arguments and read ``enabled``, ``opt_level`` and the table's options.
     """
@@ -44,7 +44,7 @@ class Properties:
 
 
 def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple[Properties, torch.dtype]:
-    """Read the options of a call: those of its level, overridden by keywords and by the environment.
+    """Read the options of a session: those of its level, overridden by keywords and by the environment.
 
     ``AMPCOMPAT_OPT_LEVEL`` and ``AMPCOMPAT_DTYPE`` change a script from outside, and a message says so. A keyword that
     the level of the environment does not allow is dropped. Returns also the half dtype in force.

@@ -1,6 +1,6 @@
-"""The casts of one call of ``initialize`` or ``amp.init``: begun and ended.
+"""The casts of one session: begun and ended.
 
-A :class:`~ampcompat.amp.scaling.session.Session` says what the call wants; here torch is told.
+A :class:`~ampcompat.amp.scaling.session.Session` says which casts it wants; here torch is told.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def begin_casts(session: Session) -> None:
         _come_into_force(session)
     elif session.policy.half_dtype is not None and "cpu" in session.device_types:
         cpu_convolution.acquire()
-    _uninstall_if_unused()  # first, because it forgets the device types: this call may have changed the last O1 model
+    # First, because it forgets the device types: the last model at O1 may be at another level now.
+    _uninstall_if_unused()
     of_init = [other.device_types for other in cast_state.sessions if not other.has_models]
     set_ambient(session.device_types.union(*of_init))
 
@@ -54,7 +55,7 @@ def begin_casts_of_init(session: Session) -> None:
 
 
 def _come_into_force(session: Session) -> None:
-    """Make ``session`` the latest of the calls that cast functions, and forget those whose models are gone."""
+    """Make ``session`` the latest that casts functions, and forget those whose models are gone."""
     cast_state.sessions = [*(other for other in sessions_in_force() if other is not session), session]
 
 
@@ -75,7 +76,7 @@ def end_casts(session: Session) -> None:
 
 
 def release_casts() -> None:
-    """Make the casts of the latest call that still casts the ambient ones; without any, take all patches off torch."""
+    """Make the latest session that still casts give the ambient casts; without any, take all patches off torch."""
     _uninstall_if_unused()
     set_ambient(cast_state.device_types)
 

@@ -44,7 +44,7 @@ shard_index = state.add(ShardIndex())
 
 
 class Change(NamedTuple):
-    """What one unit of ``fully_shard`` computes by, from this call of ``initialize`` on."""
+    """What one unit of ``fully_shard`` computes by, from this session on."""
 
     unit: _torch.ShardedUnit
     policy: Any
@@ -60,7 +60,7 @@ def plan(
 
     Args:
         units: What ``fully_shard`` made of ``models``.
-        models: The models of a call of ``initialize``.
+        models: The models of a session.
         options: Its options; without a half ``cast_model_type`` units compute as ``fully_shard`` was told to.
         kept: The modules that ``keep_fp32`` names.
     """

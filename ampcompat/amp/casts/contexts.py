@@ -93,8 +93,8 @@ class Policy(Protocol):
     half_dtype: torch.dtype | None  # what weights were cast to
 
 
-class Call(Protocol):
-    """What casting needs from a call of ``initialize`` or ``amp.init``."""
+class CastingSession(Protocol):
+    """What casting needs from a session."""
 
     has_models: bool
     device_types: set[str]
@@ -131,10 +131,9 @@ class CastState(Part):
     """The ambient casts of the process (see :mod:`ampcompat.amp.casts.ambience`).
 
     Attributes:
-        sessions: Calls of ``initialize`` and ``amp.init`` that cast functions, the latest last; not those whose models
-            are gone.
+        sessions: Sessions that cast functions, the latest last; not those whose models are gone.
         models: Every model under amp that is alive, copies of those that ``initialize`` was given included.
-        ambient: The casts of the latest of these calls that is in force; None where none is.
+        ambient: The casts of the latest of these sessions that is in force; None where none is.
         device_types: Where they hold: the device types of initialized models.
         owner: The thread that they hold in, the one that called ``initialize`` last.
         collected_in_trace: Whether a model was collected while the compiler traced, and its casts are yet to end.
@@ -145,7 +144,7 @@ class CastState(Part):
         thread: What the current thread is inside.
     """
 
-    sessions: list[Call] = field(default_factory=list)
+    sessions: list[CastingSession] = field(default_factory=list)
     models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     ambient: Casts | None = None
     device_types: tuple[str, ...] = ()

@@ -26,7 +26,7 @@ def cast_weights(
 ) -> None:
     """Cast every floating parameter and buffer that ``modules`` hold to ``dtype``, in place; complex tensors stay.
 
-    Parameters keep their identity. Weights that an earlier call had cast are restored from their masters first. As in
+    Parameters keep their identity. Weights that were cast before are restored from their masters first. As in
     apex (``apex/fp16_utils/fp16util.py: convert_network``), which made masters of all parameters.
 
     Each tensor is changed when its new memory has been allocated, and those that are cast already are left as they are:
@@ -34,7 +34,7 @@ def cast_weights(
 
     Args:
         modules: Each part of the models, once.
-        dtype: Half dtype or ``torch.float32``. None leaves alone what no earlier call had cast, and restores the rest.
+        dtype: Half dtype or ``torch.float32``. None leaves alone what amp has not cast, and restores the rest.
         keep_fp32: Modules that stay float32.
         keep_batchnorm_fp32: Whether affine batch norm stays float32.
         has_masters: Whether half tensors get float32 masters, when these are first needed.
@@ -73,7 +73,7 @@ def target_dtype(
     keep_batchnorm_fp32: bool,
 ) -> torch.dtype | None:
     """Return the dtype that the floating tensors of ``module`` are cast to; None leaves them as they are."""
-    if dtype is None:  # no cast is wanted: undo the cast of an earlier call
+    if dtype is None:  # no cast is wanted: undo the cast of an earlier session
         was_cast = record_of(module) is not None
         return torch.float32 if was_cast else None
     if isinstance(module, torch.jit.ScriptModule):  # without weights: others are refused

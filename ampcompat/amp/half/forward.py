@@ -31,7 +31,7 @@ Kwargs = dict[str, object]
 
 @dataclass(eq=False)
 class ModelPolicy:
-    """How a model's forward runs, as one ``initialize`` call decided. Shared by copies; plain data when pickled.
+    """How a model's forward runs, as its session decided. Shared by copies; plain data when pickled.
 
     Attributes:
         opt_level: As in ``initialize``.

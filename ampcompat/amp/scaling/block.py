@@ -38,7 +38,7 @@ end of the block raises         cleared (None), older ones too
 ``p.grad`` cleared              cleared, in masters too; an overflow skips the next step all the same
 ``p.grad`` edited               used; masters do not see it
 ``load_state_dict``             as they are
-a param joins with a gradient   dropped where its call has scaled losses
+a param joins with a gradient   dropped where its session has scaled losses
 ==============================  ====================================================================================
 
 Blocks and steps know each tensor once, also where several optimizers hold it. apex kept lists of gradients for each
