@@ -72,7 +72,7 @@ def foreach_accumulate_(sums: Tensors, addends: Tensors) -> None:
 def _by_kind(written: Tensors, read: Tensors) -> Iterable[tuple[Tensors, Tensors]]:
     """Split two parallel lists so that no call mixes devices, dtypes, or pairs of equal and of different strides.
 
-    CUDA passes a list to one kernel only if it mixes none of these, and else launches one for each pair of it.
+    CUDA passes a list to one kernel only if it mixes none of these; otherwise it launches a kernel for each pair.
     """
     if not written:
         return []
@@ -230,7 +230,7 @@ def found_inf_and_scale(
     is_unscaled = state["stage"].name == "UNSCALED"
     if not is_unscaled:
         scaler._check_inf_per_device(optimizer)
-    scale: torch.Tensor = scaler._get_scale_async()  # type: ignore[assignment] # made by now
+    scale: torch.Tensor = scaler._get_scale_async()  # type: ignore[assignment] # made already
     flags = [moved_to(scale.device, flag) for flag in state["found_inf_per_device"].values()]
     found_inf = torch.stack(flags).amax() if flags else torch.zeros((), dtype=torch.float32, device=scale.device)
     return found_inf, None if is_unscaled else scale

@@ -97,7 +97,7 @@ class DataWrites:
         self.happened_before = True
 
     def forget(self) -> None:
-        """Make what was written so far count no more; keep what a script, a view or a graph still holds."""
+        """Forget what was written so far; keep what a script, a view or a graph still holds."""
         self.happened_before = False
         if self.latest is not None:
             self.version = self.latest._version
@@ -108,7 +108,7 @@ class DataWrites:
             self.held = [(data, data._version) for data in held]
 
     def given_again(self, param: torch.Tensor) -> torch.Tensor | None:
-        """``param.data`` as it was given out last, if it can be given out again; else None."""
+        """``param.data`` as it was given out last, if it can be given out again; None otherwise."""
         latest = self.latest
         if (
             latest is not None
@@ -148,7 +148,7 @@ class DataWrites:
 
 
 def _is_given_again() -> bool:
-    """Whether :class:`DataWrites` gives a tensor out again that nothing else holds."""
+    """Whether :class:`DataWrites` gives out a tensor again that nothing else holds."""
     param = torch.nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu"), requires_grad=False)
     writes = DataWrites()
     first = id(writes.give_out(param))

@@ -48,7 +48,7 @@ def __getattr__(name: str) -> object:
 
 
 def _rocm_order(init: Callable[P, AmpHandle]) -> Callable[P, AmpHandle]:
-    """Have ``init`` take ``patch_type`` as third argument, where ROCm's fork has it, if that is a dtype."""
+    """Wrap ``init`` to take a dtype as its third argument for ``patch_type``, which ROCm's fork has there."""
 
     @functools.wraps(init)
     def either_order(*args: Any, **kwargs: Any) -> AmpHandle:
@@ -82,8 +82,8 @@ def init(
         verbose: Accepted.
         allow_banned: Let ``binary_cross_entropy`` take half arguments, in float32, instead of refusing.
         patch_type: ``torch.float16`` or ``torch.bfloat16``, the dtype of code outside of initialized models; None is
-            that of the latest ``initialize``, else float16. ROCm's fork has it third, before ``enable_caching``: a
-            dtype in that place is taken for it.
+            the half dtype of the latest ``initialize``, or float16 before the first. ROCm's fork has this argument
+            third, before ``enable_caching``: a dtype in that place is taken for it.
 
     Returns:
         The handle: ``scale_loss``, ``wrap_optimizer``, ``is_active``, ``_deactivate``, ...

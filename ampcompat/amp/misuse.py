@@ -148,7 +148,8 @@ class Watch:
         self.blocks_left = max(self.blocks_left - 1, 0)
         passes = self._passes.pop(block, None)
         got_none = passes is not None and not passes
-        is_harmless = block.scale is None and block.has_gradients  # those of the loss itself, at a scale of one
+        # At a scale of 1, a backward pass of the loss itself gives the same gradients.
+        is_harmless = block.scale is None and block.has_gradients
         if got_none and not has_failed and not is_harmless:
             warn_once("unscaled loss in a block", _UNSCALED_LOSS)
         self._had_block.update(block.optimizers)

@@ -1,8 +1,8 @@
 """Models that ``fully_shard`` (FSDP2) has sharded before ``initialize``, at levels that cast weights.
 
 FSDP2 keeps every parameter as float32 shards, which the optimizer steps, and gathers them in another dtype for forward
-and backward. The shards *are* float32 masters. So amp makes none of its own: it has each unit of ``fully_shard`` gather
-in half, and casts buffers, inputs and outputs as for any other model. ``model.parameters()`` is float32.
+and backward. The shards *are* float32 masters. So amp makes none of its own: it tells each unit of ``fully_shard`` to
+gather in half, and casts buffers, inputs and outputs as for any other model. ``model.parameters()`` is float32.
 
 Each rank finds the overflows of its own shards alone, so that the ranks tell each other before any of them decides.
 apex had no support for it.

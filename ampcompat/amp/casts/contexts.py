@@ -317,7 +317,7 @@ def are_switched_off() -> bool:
 #
 # torch 2.4 does not compile again when the flag has changed, so there the bit is not read.
 def tell_compiled_forwards(*, to_cast: bool) -> None:
-    """Tell compiled forwards, while casts are off here, whether they are to switch those of their models on."""
+    """Tell compiled forwards, while casts are off here, whether they are to switch on the casts of their models."""
     original = cast_state.original
     if original is not None:
         torch.set_autocast_cache_enabled(original.cache == to_cast)

@@ -42,7 +42,7 @@ def ban(name: str, message: str, in_float32: _torch.Wrap, undo: ExitStack) -> No
     """Refuse half arguments wherever scripts call ``name``, until ``undo`` runs.
 
     Args:
-        name: A public name, of as many owners as have it.
+        name: A public name; every owner that has it is patched.
         message: What the error says.
         in_float32: Makes of the function one that casts, for ``amp.init(allow_banned=True)``.
         undo: Takes it back.

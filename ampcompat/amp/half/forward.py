@@ -121,7 +121,7 @@ class ModelPolicy:
             if kwargs:
                 kwargs = cast_tree(kwargs, self.input_dtype)
         casts = None
-        if cast_state.original is not None or self.casts.enabled:  # else there is nothing to switch off
+        if cast_state.original is not None or self.casts.enabled:  # otherwise there is nothing to switch off
             casts = self._casts_for(model, args)
         if casts is None:
             output = forward(*args, **kwargs)

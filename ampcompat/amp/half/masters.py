@@ -107,7 +107,7 @@ class Master:
         value: The master: a float32 ``Parameter`` of the same shape and device.
         is_param: Whether ``half`` is a parameter, and not a buffer.
         slots: Where ``half`` is: dicts of parameters or buffers, and its name in each (several for tied weights).
-        is_lent: Whether an optimizer under amp has been given ``value`` to step; that of a copy has not.
+        is_lent: Whether an optimizer under amp has been given ``value`` to step; no optimizer has a copy's.
 
     What tells which copy was written since both were equal:
 
@@ -188,14 +188,14 @@ class Master:
         self.forget_data_writes()
 
     def forget_data_writes(self) -> None:
-        """Make what was written through ``data`` of either copy so far count no more."""
+        """Forget what was written through ``data`` of either copy so far."""
         if self.half_data_writes is not None:
             self.half_data_writes.forget()
         if self.value_data_writes is not None:
             self.value_data_writes.forget()
 
     def data_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor.data``, of one of both copies, for which a script asks now.
+        """Return ``tensor.data``, for which a script asks now; ``tensor`` is one of both copies.
 
         Where the other copy was written, ``tensor`` follows first: the script finds in ``data`` what is in force, and
         what it then writes there is the later write.
@@ -352,7 +352,7 @@ def follow_requires_grad(masters: Iterable[Master]) -> None:
 
 # -- which copy was written --------------------------------------------------------------------------------------------
 def half_written(masters: Iterable[Master]) -> list[Master]:
-    """Return those whose half weight was written since both copies were equal."""
+    """Return the masters whose half weight was written since both copies were equal."""
     # One condition, read for each of thousands of masters in each step.
     return [
         m
@@ -364,7 +364,7 @@ def half_written(masters: Iterable[Master]) -> list[Master]:
 
 
 def value_written(masters: Iterable[Master]) -> list[Master]:
-    """Return those whose master was written since both copies were equal."""
+    """Return the masters that were written themselves (``value``) since both copies were equal."""
     return [
         m
         for m in masters
@@ -373,7 +373,7 @@ def value_written(masters: Iterable[Master]) -> list[Master]:
 
 
 def value_maybe_written(masters: Iterable[Master]) -> list[Master]:
-    """Return those whose master was written since both copies were equal, or may be, by a script that has saved it."""
+    """As :func:`value_written`, with the masters that a script has saved, and so may write."""
     return [
         m
         for m in masters
