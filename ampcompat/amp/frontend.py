@@ -167,12 +167,10 @@ def initialize(
             rules_by_name()  # raises for an entry that a script has put on a list of ops
     else:
         session = Session(Properties())
-        objects = _Objects(_models_under_amp(models), arguments.as_optimizers(optimizers))
-        units = _torch.sharded_units(objects.models)
-        objects.changes = fsdp.plan(units, objects.models, session.properties.options)
+        objects = _objects_under_amp(models, optimizers, session.properties)
     if optimizer_index.live:
-        _collect_unused(objects.models, objects.optimizers)
-        _refuse_to_leave(objects.models, objects.optimizers, session.policy)
+        _collect_dropped(objects.models, objects.optimizers)
+        _refuse_to_leave_behind(objects.models, objects.optimizers, session.policy)
     if isinstance(enabled, str):
         _say_what_a_string_enables(enabled, session)
     if enabled and verbosity > 0:
@@ -181,8 +179,6 @@ def initialize(
         say("A ScriptModule runs as it was scripted: amp.initialize passed it through without casting it.")
     _take_over(session, objects)
     if enabled:
-        if session.policy.master_weights:
-            checkpoint_names.install()
         view_state.view["verbosity"] = int(verbosity)
         if observer_state.observers:
             notify("on_initialize")
@@ -198,14 +194,14 @@ class _Objects:
         models: The models that amp can change: no ScriptModules.
         optimizers: As given, in a list.
         kept: Modules in ``models`` that stay float32.
-        changes: What becomes of units of ``fully_shard`` in ``models``.
+        shard_changes: What becomes of units of ``fully_shard`` in ``models``.
         has_scripted: Whether there were ScriptModules among the models.
     """
 
     models: Modules
     optimizers: list[AmpOptimizer]
     kept: Modules = field(default_factory=list)
-    changes: list[fsdp.Change] = field(default_factory=list)
+    shard_changes: list[fsdp.Change] = field(default_factory=list)
     has_scripted: bool = False
 
 
@@ -221,10 +217,18 @@ def _check_objects(models: object, optimizers: object, keep_fp32: object, option
     kept: Modules = []
     if keep_fp32 is not None or "AMPCOMPAT_KEEP_FP32" in os.environ:
         kept = select(given, keep_fp32)
-    changes: list[fsdp.Change] = []
+    shard_changes: list[fsdp.Change] = []
     if _torch.has_shards(modules):
-        changes = fsdp.plan(units, modules, options.options, kept)
-    return _Objects(modules, optimizer_list, kept, changes, has_scripted=len(modules) < len(given))
+        shard_changes = fsdp.plan(units, modules, options.options, kept)
+    return _Objects(modules, optimizer_list, kept, shard_changes, has_scripted=len(modules) < len(given))
+
+
+def _objects_under_amp(models: object, optimizers: object, disabled: Properties) -> _Objects:
+    """Check what a call with ``enabled=False`` is given; return what it takes out of amp."""
+    under_amp = _models_under_amp(models)
+    units = _torch.sharded_units(under_amp)
+    shard_changes = fsdp.plan(units, under_amp, disabled.options)
+    return _Objects(under_amp, arguments.as_optimizers(optimizers), shard_changes=shard_changes)
 
 
 def _models_under_amp(models: object) -> Modules:
@@ -240,46 +244,41 @@ def _models_under_amp(models: object) -> Modules:
     return list(under_amp)
 
 
-def _collect_unused(models: Modules, given: list[AmpOptimizer]) -> None:
-    """Collect dropped optimizers; their bound methods make them reference cycles.
+# -- other optimizers, which hold the same tensors ---------------------------------------------------------------------
+def _others_under_amp(given: list[AmpOptimizer]) -> list[AmpOptimizer]:
+    """The optimizers under amp that are not ``given``."""
+    return [other for other in optimizer_index.listed() if not any(other is optimizer for optimizer in given)]
 
-    Otherwise they would be refused, or shared gradients would wait for their steps.
+
+def _collect_dropped(models: Modules, given: list[AmpOptimizer]) -> None:
+    """Collect optimizers that the script has dropped; their bound methods make them reference cycles.
+
+    Otherwise one that shares tensors with ``models`` or with a ``given`` optimizer would be refused, or gradients of
+    these tensors would wait for its step.
     """
-    if _share_with_others(models, given):
+    held = _ids_in(models).union(*map(_ids_held_by, given))
+    if any(not held.isdisjoint(_ids_held_by(other)) for other in _others_under_amp(given)):
         gc.collect()
 
 
-def _share_with_others(models: Modules, given: list[AmpOptimizer]) -> bool:
-    """Whether an optimizer under amp that is not ``given`` holds a tensor of ``models`` or of a given optimizer."""
-    held = _ids_in(models).union(*map(_ids_held_by, given))
-    others = [other for other in optimizer_index.listed() if not any(other is one for one in given)]
-    return any(not held.isdisjoint(_ids_held_by(other)) for other in others)
-
-
-def _refuse_to_leave(models: Modules, given: list[AmpOptimizer], policy: ModelPolicy) -> None:
+def _refuse_to_leave_behind(models: Modules, given: list[AmpOptimizer], policy: ModelPolicy) -> None:
     """Refuse to change a model's level without an optimizer under amp that holds its tensors.
 
     Left behind, it would step half weights without masters, masters of float32 weights, or gradients of an unscaled
     loss. Optimizers of sessions with the same policy stay where they are, and keep their loss scale.
     """
     changed = _ids_in(models)
-    for optimizer in optimizer_index.listed():
-        if not _would_be_left(optimizer, given, policy) or changed.isdisjoint(_ids_held_by(optimizer)):
+    for optimizer in _others_under_amp(given):
+        session = optimizer._amp_stash.session
+        if session.policy.steps_like(policy) or changed.isdisjoint(_ids_held_by(optimizer)):
             continue
-        before = optimizer._amp_stash.session.properties.opt_level
+        before = session.properties.opt_level
         raise RuntimeError(
             f"amp.initialize got a model without its {type(optimizer).__name__}, which an earlier call put under amp at"
             f" {before}, and would {_change_of_level(before, policy.opt_level)} - an optimizer steps weights of the"
             " level that it was initialized at - pass it too, with all of its models, or drop it (del optimizer) before"
             " (D32)."
         )
-
-
-def _would_be_left(optimizer: AmpOptimizer, given: list[AmpOptimizer], policy: ModelPolicy) -> bool:
-    """Whether ``optimizer`` is not given to this call, and steps otherwise than optimizers under ``policy`` do."""
-    if any(optimizer is other for other in given):
-        return False
-    return not optimizer._amp_stash.session.policy.steps_like(policy)
 
 
 def _change_of_level(before: str, after: str) -> str:
@@ -326,14 +325,14 @@ def _print_options(options: Properties) -> None:
 
 # -- what a call changes -----------------------------------------------------------------------------------------------
 def _take_over(session: Session, objects: _Objects) -> None:
-    """Change everything that a call changes; the checks have been made.
+    """Put ``objects`` into ``session``; the checks have been made.
 
     What fails here (memory runs out) leaves objects half way. The same call, made again, completes them: each change
     begins with what it finds. A session that is not enabled takes models and optimizers out of amp, and leaves alone
     what is not under it.
     """
-    if objects.changes:
-        fsdp.apply(objects.changes)
+    if objects.shard_changes:
+        fsdp.apply(objects.shard_changes)
     _cast_models(session, objects)
     for model in objects.models:
         set_policy(model, session.policy if session.enabled else None)
@@ -346,13 +345,8 @@ def _take_over(session: Session, objects: _Objects) -> None:
             _release_optimizer(optimizer)
     follow_groups(looks_at_all=True)
     if session.enabled:
-        ddp.install()
         begin_casts(session)
-        if session.policy.master_weights:
-            watch_writes()
-        watch_modules()
-        if session.policy.master_weights or not all(scaler.is_one for scaler in session.scalers):
-            watch_more(len(session.scalers))
+        _watch_torch(session)
     view_state.view = view
     session_state.latest = session
     view_state.find_scalers = scalers_shown
@@ -360,6 +354,19 @@ def _take_over(session: Session, objects: _Objects) -> None:
         checkpoint.restore_after_initialize()
     else:
         release_casts()
+
+
+def _watch_torch(session: Session) -> None:
+    """Let torch tell amp what it does to models, masters and gradients, and watch the script's first blocks."""
+    ddp.install()
+    watch_modules()
+    has_masters = session.policy.master_weights
+    if has_masters:
+        watch_writes()
+        checkpoint_names.install()
+    scales = not all(scaler.is_one for scaler in session.scalers)
+    if has_masters or scales:
+        watch_more(len(session.scalers))
 
 
 def _view_of(session: Session, objects: _Objects) -> dict[str, Any]:
@@ -375,28 +382,31 @@ def _cast_models(session: Session, objects: _Objects) -> None:
     """Cast the weights of all models, or restore them, and put boundaries around what is kept in float32."""
     options = session.properties.options
     policy = session.policy
-    parts = {part: None for model in objects.models for part in model.modules()}
+    parts = list(dict.fromkeys(part for model in objects.models for part in model.modules()))
     if policy.half_dtype is not None:
         policy.has_parts = _hold_one_another(objects.models)
     optimizers = [*objects.optimizers, *optimizer_index.listed()]  # one of an earlier session may train this model, too
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    trained = {id(param) for group in groups for param in group["params"]}
     cast_weights(
         parts,
         options["cast_model_type"] or None,
         keep_fp32={part for module in objects.kept for part in module.modules()},
         keep_batchnorm_fp32=bool(options["keep_batchnorm_fp32"]),
         has_masters=policy.master_weights,
-        trained=trained if policy.master_weights else set(),
+        trained=_ids_of_params(optimizers) if policy.master_weights else set(),
     )
     boundary = BoundaryPolicy.for_modules_of(policy)
     for part in parts:
         if part in objects.models:
             continue
-        before = part.__dict__.get("_amp_policy")
-        is_kept = part in objects.kept
-        if is_kept or isinstance(before, BoundaryPolicy):
-            replace_policy(part, boundary if is_kept else None)
+        if part in objects.kept:
+            replace_policy(part, boundary)
+        elif isinstance(part.__dict__.get("_amp_policy"), BoundaryPolicy):  # of an earlier session
+            replace_policy(part, None)
+
+
+def _ids_of_params(optimizers: list[AmpOptimizer]) -> set[int]:
+    """Ids of what ``optimizers`` hold."""
+    return {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
 
 
 def _hold_one_another(models: Modules) -> bool:
