@@ -9,9 +9,9 @@ from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat.amp.casts import cpu_convolution
 from ampcompat.amp.casts.ambience import (
+    casting_sessions,
     install_casting,
-    policies_in_force,
-    sessions_in_force,
+    live_policies,
     set_ambient,
     uninstall_casting,
 )
@@ -30,7 +30,7 @@ def begin_casts(session: Session) -> None:
         for device_type in held - session.device_types:
             _warn_of_no_autocast(session, device_type)
         install_casting(session.device_types)
-        session.has_models = session.policy in policies_in_force()
+        session.has_models = session.policy in live_policies()
         _come_into_force(session)
     elif session.policy.half_dtype is not None and "cpu" in session.device_types:
         cpu_convolution.acquire()
@@ -56,7 +56,7 @@ def begin_casts_of_init(session: Session) -> None:
 
 def _come_into_force(session: Session) -> None:
     """Make ``session`` the latest that casts functions, and forget those whose models are gone."""
-    cast_state.sessions = [*(other for other in sessions_in_force() if other is not session), session]
+    cast_state.sessions = [*(other for other in casting_sessions() if other is not session), session]
 
 
 def _warn_of_no_autocast(session: Session, device_type: str) -> None:
@@ -83,6 +83,6 @@ def release_casts() -> None:
 
 def _uninstall_if_unused() -> None:
     """Take all patches off torch if no model and no ``amp.init`` casts functions any more."""
-    policies = [*policies_in_force(), *(session.policy for session in sessions_in_force())]
+    policies = [*live_policies(), *(session.policy for session in casting_sessions())]
     if not any(policy.casts.enabled for policy in policies):
         uninstall_casting()

@@ -73,17 +73,17 @@ def set_ambient(device_types: Iterable[str]) -> None:
 
 def _latest_casts() -> Casts:
     """Return the casts of the latest session in force that was not undone."""
-    enabled = [session.policy.casts for session in sessions_in_force() if session.policy.casts.enabled]
+    enabled = [session.policy.casts for session in casting_sessions() if session.policy.casts.enabled]
     return enabled[-1] if enabled else OFF
 
 
-def sessions_in_force() -> list[CastingSession]:
+def casting_sessions() -> list[CastingSession]:
     """List the sessions that cast functions, the latest last: without models, or with one that is alive."""
-    policies = policies_in_force()
+    policies = live_policies()
     return [session for session in cast_state.sessions if session.policy in policies or not session.has_models]
 
 
-def policies_in_force() -> list[Policy]:
+def live_policies() -> list[Policy]:
     """List the policies of all models that are alive, each once."""
     policies = [model.__dict__.get("_amp_policy") for model in cast_state.models]
     return list(dict.fromkeys(policy for policy in policies if policy is not None))
@@ -124,8 +124,8 @@ def _state_outside_of_regions() -> Saved:
     return Saved(tuple(devices), cache=True)
 
 
-def follow_ambient_casts() -> None:
-    """As :func:`apply_ambient_casts`, where a look at the first device type tells that they are not in force."""
+def ensure_ambient_casts() -> None:
+    """Set the ambient casts again where a look at the first device type tells that they are not in force."""
     device_types = cast_state.device_types
     if device_types and torch.is_autocast_enabled(device_types[0]) != (cast_state.ambient is not None):
         apply_ambient_casts()
@@ -197,7 +197,7 @@ def uninstall_casting() -> None:
     cast_state.patches = None
     cast_state.undo_registered.close()
     installation.release()
-    has_half_models = any(policy.half_dtype for policy in policies_in_force())
+    has_half_models = any(policy.half_dtype for policy in live_policies())
     if not has_half_models:
         cpu_convolution.release()
 

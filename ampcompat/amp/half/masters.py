@@ -107,7 +107,7 @@ class Master:
         value: The master: a float32 ``Parameter`` of the same shape and device.
         is_param: Whether ``half`` is a parameter, and not a buffer.
         slots: Where ``half`` is: dicts of parameters or buffers, and its name in each (several for tied weights).
-        is_lent: Whether an optimizer under amp has been given ``value`` to step; no optimizer has a copy's.
+        is_lent: Whether an optimizer under amp has been given ``value`` to step; False in a copied model.
 
     What tells which copy was written since both were equal:
 
