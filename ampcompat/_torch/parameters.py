@@ -173,12 +173,15 @@ class Owner(Protocol):
         """Note that ``param.data`` was assigned."""
 
 
-def watch_parameter_data(owners: weakref.WeakValueDictionary[int, Any], undo: ExitStack) -> None:
-    """Let ``owners``, each found by the id of its parameter, answer for ``param.data``, and note what it is set to.
+def watch_parameter_data(find_owners: Callable[[], weakref.WeakValueDictionary[int, Any]], undo: ExitStack) -> None:
+    """Let the owners of parameters answer for ``param.data``, and note what it is set to.
+
+    ``find_owners`` returns them by the ids of their parameters; it is called once.
 
     A property of ``torch.nn.Parameter``, and no subclass: torch compares ``type(p)`` with ``Parameter`` where it takes
     its fast paths, and ``Parameter(p)`` refuses a ``p`` of another class.
     """
+    owners = find_owners()
     # Each ``param.data`` looks up here, in half the time of ``owners.get``.
     references: dict[int, weakref.ref[Owner]] = vars(owners)["data"]
     plain: Callable[[torch.Tensor], torch.Tensor] = _DATA.__get__

@@ -18,7 +18,7 @@ from ampcompat.amp._amp_state import view_state
 from ampcompat.amp._process_optimizer import AmpOptimizerState
 from ampcompat.amp.adapters import checkpoint_names, ddp, fsdp, wrapped
 from ampcompat.amp.casts.rules import rules_by_name
-from ampcompat.amp.half.boundary import BoundaryPolicy, replace_policy
+from ampcompat.amp.half.boundary import BoundaryPolicy, set_boundary
 from ampcompat.amp.half.casting import cast_weights
 from ampcompat.amp.half.forward import ModelPolicy
 from ampcompat.amp.half.keep_fp32 import select
@@ -399,9 +399,9 @@ def _cast_models(session: Session, objects: _Objects) -> None:
         if part in objects.models:
             continue
         if part in objects.kept:
-            replace_policy(part, boundary)
+            set_boundary(part, boundary)
         elif isinstance(part.__dict__.get("_amp_policy"), BoundaryPolicy):  # of an earlier session
-            replace_policy(part, None)
+            set_boundary(part, None)
 
 
 def _ids_of_params(optimizers: list[AmpOptimizer]) -> set[int]:

@@ -23,7 +23,7 @@ __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "master_params", "scale_l
 
 @dataclass(eq=False)
 class AmpHandle:
-    """Serve as ``amp._amp_state.handle`` while functions are cast (``apex/amp/handle.py: AmpHandle``)."""
+    """``amp._amp_state.handle`` while functions are cast (``apex/amp/handle.py: AmpHandle``)."""
 
     _session: Session = DISABLED
 
@@ -72,7 +72,7 @@ class AmpHandle:
 
 
 class NoOpHandle(AmpHandle):
-    """Serve as ``amp._amp_state.handle`` of a session that casts no functions: losses stay as they are."""
+    """``amp._amp_state.handle`` of a session that casts no functions: losses stay as they are."""
 
     def is_active(self) -> bool:
         """Whether casts of an earlier session are in force outside of its models."""
@@ -80,7 +80,7 @@ class NoOpHandle(AmpHandle):
 
 
 class OptimWrapper:
-    """An optimizer that picks its scalers itself: of ``num_loss``, the n-th block of a step gets the n-th.
+    """An optimizer that picks the scalers of its blocks: the n-th since its last step gets the n-th of ``num_loss``.
 
     Its other attributes are the optimizer's. As in apex (``apex/amp/opt.py: OptimWrapper``).
     """
@@ -97,7 +97,7 @@ class OptimWrapper:
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 
-    # Beside ``__getattr__``, for subclasses: ``super().state_dict()`` does not come there.
+    # ``__getattr__`` would find these too, but not where a subclass calls ``super().state_dict()``.
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer."""
         saved: dict[str, Any] = self._optimizer.state_dict()

@@ -67,6 +67,11 @@ class _Gradient(NamedTuple):
     tensor: weakref.ref[torch.Tensor]
     version: int
 
+    @classmethod
+    def of(cls, grad: torch.Tensor) -> _Gradient:
+        """Note ``grad`` as it is now."""
+        return cls(weakref.ref(grad), grad._version)
+
     def is_same_as(self, other: _Gradient | None) -> bool:
         """Whether both are one gradient at one version."""
         return other is not None and self.tensor() is other.tensor() and self.version == other.version
@@ -74,10 +79,6 @@ class _Gradient(NamedTuple):
     def is_still(self, grad: torch.Tensor) -> bool:
         """Whether ``grad`` is this gradient, unchanged."""
         return _torch.tensor_of(self.tensor) is grad and grad._version == self.version
-
-
-def _noted(grad: torch.Tensor) -> _Gradient:
-    return _Gradient(weakref.ref(grad), grad._version)
 
 
 def watch_more(losses: int) -> None:
@@ -155,7 +156,7 @@ class Watch:
         self._had_block.update(block.optimizers)
         for master in block.leaves.masters:
             if master.grad_shown and master.half.grad is not None:
-                self._left[master] = _noted(master.half.grad)
+                self._left[master] = _Gradient.of(master.half.grad)
         before = self._before.pop(block, {})
         if self._unknown and block.scale is not None:
             now = self._gradients_of_unknown()
@@ -180,11 +181,12 @@ class Watch:
 
     def _are_of_no_block(self, with_gradients: dict[Master, torch.Tensor]) -> bool:
         """Whether half gradients are new since the last step, and no master has one; the first stands for all."""
-        for master, grad in with_gradients.items():
-            used = self._used.get(master)
-            is_new = used is None or _torch.tensor_of(used) is not grad
-            return is_new and master.value.grad is None
-        return False
+        if not with_gradients:
+            return False
+        master, grad = next(iter(with_gradients.items()))
+        used = self._used.get(master)
+        is_new = used is None or _torch.tensor_of(used) is not grad
+        return is_new and master.value.grad is None
 
     def _look_at_half_gradients(self, masters: Iterable[Master]) -> None:
         """Warn where half gradients are others than their block has left, and forget them.
@@ -221,11 +223,15 @@ class Watch:
 
     def _gradients_of_unknown(self) -> dict[int, _Gradient]:
         """The gradients of tensors that unknown optimizers hold, and no other does."""
-        params = [param for optimizer in self._unknown for group in optimizer.param_groups for param in group["params"]]
         stashes = [optimizer._amp_stash for optimizer in optimizer_index.listed()]
         known = {id(param) for stash in stashes for param in stash.leaves.masterless}
         known.update(id(master.value) for stash in stashes for master in stash.leaves.masters)
-        return {id(param): _noted(param.grad) for param in params if param.grad is not None and id(param) not in known}
+        gradients: dict[int, _Gradient] = {}
+        for optimizer in self._unknown:
+            for param in (param for group in optimizer.param_groups for param in group["params"]):
+                if param.grad is not None and id(param) not in known:
+                    gradients[id(param)] = _Gradient.of(param.grad)
+        return gradients
 
 
 def _is_zeroed(master: Master) -> bool:

@@ -44,7 +44,8 @@ def make_wrapper(function: Any, rule: Rule, overrule: bool = False) -> Any:
             if not torch.is_autocast_enabled(device_type):
                 return tensor
             casting.append(device_type)
-            if tensor is out or (own_dtype not in CASTABLE and widest is None):
+            is_left_alone = own_dtype not in CASTABLE and widest is None  # float64, unless arguments are promoted
+            if tensor is out or is_left_alone:
                 return tensor
             dtype = widest or fixed_dtype or torch.get_autocast_dtype(device_type)
             return tensor if own_dtype == dtype else _torch.cast_to(tensor, dtype)
