@@ -21,7 +21,7 @@ from ampcompat.amp.casts.rules import rules_by_name
 from ampcompat.amp.half.boundary import BoundaryPolicy, set_boundary
 from ampcompat.amp.half.casting import cast_weights
 from ampcompat.amp.half.forward import ModelPolicy
-from ampcompat.amp.half.keep_fp32 import select
+from ampcompat.amp.half.keep_fp32 import select_kept
 from ampcompat.amp.half.model_class import set_policy
 from ampcompat.amp.half.torch_events import watch_writes
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
@@ -38,7 +38,7 @@ from ampcompat.amp.scaling.optimizer import attach, detach
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, optimizer_index, scalers_shown
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session, session_state
-from ampcompat.amp.session_casts import begin_casts, release_casts
+from ampcompat.amp.session_casts import begin_casts, renew_ambient_casts
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -216,7 +216,7 @@ def _check_objects(models: object, optimizers: object, keep_fp32: object, option
         wrapped.check(optimizer_list, options)
     kept: Modules = []
     if keep_fp32 is not None or "AMPCOMPAT_KEEP_FP32" in os.environ:
-        kept = select(given, keep_fp32)
+        kept = select_kept(given, keep_fp32)
     shard_changes: list[fsdp.Change] = []
     if _torch.has_shards(modules):
         shard_changes = fsdp.plan(units, modules, options.options, kept)
@@ -353,7 +353,7 @@ def _take_over(session: Session, objects: _Objects) -> None:
     if session.enabled:
         checkpoint.restore_after_initialize()
     else:
-        release_casts()
+        renew_ambient_casts()
 
 
 def _watch_torch(session: Session) -> None:

@@ -33,7 +33,7 @@ def begin_casts(session: Session) -> None:
         session.has_models = session.policy in live_policies()
         _come_into_force(session)
     elif session.policy.half_dtype is not None and "cpu" in session.device_types:
-        cpu_convolution.acquire()
+        cpu_convolution.install()
     # First, because it forgets the device types: the last model at O1 may be at another level now.
     _uninstall_if_unused()
     of_init = [other.device_types for other in cast_state.sessions if not other.has_models]
@@ -72,11 +72,11 @@ def end_casts(session: Session) -> None:
     """Take the casts of ``session`` back (``handle._deactivate()``)."""
     for policy in session.casting_policies:
         policy.casts = policy.casts._replace(enabled=False)
-    release_casts()
+    renew_ambient_casts()
 
 
-def release_casts() -> None:
-    """Make the latest session that still casts give the ambient casts; without any, take all patches off torch."""
+def renew_ambient_casts() -> None:
+    """Make the casts of the latest session that still casts ambient; without one, take all patches off torch."""
     _uninstall_if_unused()
     set_ambient(cast_state.device_types)
 

@@ -167,10 +167,10 @@ def install_casting(device_types: Iterable[str]) -> None:
     device_types = list(device_types)
     if cast_state.patches is None:
         _patch_torch()
-    installation.acquire(device_types)
+    installation.install(device_types)
     installation.wrap_registered()
     if "cpu" in device_types:
-        cpu_convolution.acquire()
+        cpu_convolution.install()
 
 
 def _patch_torch() -> None:
@@ -196,10 +196,10 @@ def uninstall_casting() -> None:
     cast_state.device_types = ()
     cast_state.patches = None
     cast_state.undo_registered.close()
-    installation.release()
+    installation.uninstall()
     has_half_models = any(policy.half_dtype for policy in live_policies())
     if not has_half_models:
-        cpu_convolution.release()
+        cpu_convolution.uninstall()
 
 
 def _without_casts(engine: Callable[..., T]) -> Callable[..., T]:

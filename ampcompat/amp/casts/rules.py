@@ -192,7 +192,7 @@ PYTHON: Final = (
 _CAST_IN_PART_ON_CUDA: Final = ("cumprod", "cumsum", "grid_sample", "norm")
 
 
-def planned(device_type: str, key: str, table: dict[str, Rule] | None = None) -> Plan:
+def plan_for(device_type: str, key: str, table: dict[str, Rule] | None = None) -> Plan:
     """List the public name and rule of each overload that needs one of our kernels on ``device_type``.
 
     ``softmax`` is on the list of float32 functions. Its overloads are ``aten::softmax.int`` and the ops inside,

@@ -19,7 +19,7 @@ _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 Names = dict[torch.nn.Module, str]
 
 
-def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Module]:
+def select_kept(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Module]:
     """List the modules that ``keep_fp32`` and ``AMPCOMPAT_KEEP_FP32`` name, the outermost ones only.
 
     Modules that share a tensor with a kept one are kept as well, with a message: a tied weight has one dtype.
