@@ -11,8 +11,8 @@ Autocast's weight cache is fatal when it outlives its use (weights never update)
 of a model that casts functions, and dropped at its exit: kept over the forwards of an iteration, it would save two
 thirds of the casts of a critic that runs three times, and hide what is written through ``.data`` between them.
 
-Compiled forwards see none of this module's state. A message to them travels in the flag of that cache, which has no
-effect while casts are off: whether forwards stay without casts, too. The last section has both ends of that channel.
+Compiled forwards see none of this module's state. Whether they are to stay without casts, too, they read from the flag
+of that cache, which has no other effect while casts are off: see the last section.
 """
 
 from __future__ import annotations

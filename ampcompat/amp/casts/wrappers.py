@@ -68,7 +68,7 @@ def _widest_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
 
 
 def wrap(target: Any, rule: Rule) -> tuple[str, Any]:
-    """Wrap a function, or of a class, which keeps its identity, the method that stands for calling it.
+    """Wrap a function; of a class, which keeps its identity, wrap the method that runs when it is called.
 
     For a function of torch's own the registration overrules the list: ``register_float_function(torch, "matmul")``
     multiplies in float32. A static or class method stays one.
@@ -85,7 +85,7 @@ def wrap(target: Any, rule: Rule) -> tuple[str, Any]:
 
 
 def _wrap_class(cls: Any, rule: Rule) -> tuple[str, Any]:
-    """Wrap the method of ``cls`` that stands for calling it; returns its name, too."""
+    """Wrap the method that runs when ``cls`` is called; return its name, too."""
     if issubclass(cls, torch.autograd.Function):
         return "apply", staticmethod(make_wrapper(cls.apply, rule))
     name = "forward" if issubclass(cls, torch.nn.Module) else "__call__"

@@ -26,11 +26,11 @@ def cast_weights(
 ) -> None:
     """Cast every floating parameter and buffer that ``modules`` hold to ``dtype``, in place; complex tensors stay.
 
-    Parameters keep their identity. Weights that were cast before are restored from their masters first. As in
-    apex (``apex/fp16_utils/fp16util.py: convert_network``), which made masters of all parameters.
+    Parameters keep their identity. Weights that were cast before are restored from their masters first. apex did the
+    same (``apex/fp16_utils/fp16util.py: convert_network``), with masters of all parameters.
 
-    Each tensor is changed when its new memory has been allocated, and those that are cast already are left as they are:
-    a call that ran out of memory can be made again, and loses no bit.
+    A tensor changes only when its new memory has been allocated, and one that is cast already stays as it is: a call
+    that ran out of memory can be made again, and loses no bit.
 
     Args:
         modules: Each part of the models, once.

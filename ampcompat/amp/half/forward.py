@@ -159,8 +159,8 @@ class ModelPolicy:
     def _run_compiled(self, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         """Run ``forward`` as the compiler traces it.
 
-        Left out is what dynamo cannot trace: checks of masters (the step makes them), observers, and the thread's
-        state. Whether the script or a forward around has set casts is read from autocast's state.
+        It leaves out what dynamo cannot trace: checks of masters (the step makes them), observers, and the thread's
+        state. Autocast's state tells whether the script or a forward around has set casts.
         """
         if self.casts.enabled and cast_state.patches is None:
             # Without fullgraph, the compiler falls back to an eager forward, which installs them.

@@ -475,7 +475,8 @@ def push_all(masters: Sequence[Master]) -> None:
     """Round masters that an optimizer stepped, or a script wrote, into their half weights, in fused passes.
 
     As under apex, which wrote through ``data``, the half weights keep their versions: a graph that holds them can still
-    go backward, as where a discriminator steps before the generator's loss, which it has judged, goes backward.
+    go backward. A GAN needs that if its discriminator steps between the forward and the backward pass of the
+    generator's loss.
     """
     if not masters:
         return

@@ -55,7 +55,7 @@ def hook_added_modules(module: torch.nn.Module, record: HalfWeights) -> list[tup
 
     Args:
         module: A module that amp has cast.
-        record: That of ``module``: what was added is treated like it.
+        record: The record of ``module``; what was added gets the same dtype and, if ``module`` has them, masters.
     """
     added: list[tuple[str, torch.nn.Module]] = []
     for name, part in module.named_modules():
