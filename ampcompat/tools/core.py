@@ -134,7 +134,7 @@ def has_warned_of(mistake: str) -> bool:
 
 
 def steps_of_session(optimizer: Optimizer) -> int:
-    """The steps so far of all optimizers of the call of ``initialize`` that owns ``optimizer``."""
+    """The steps so far of all optimizers in the session of ``optimizer``."""
     steps: int = optimizer._amp_stash.session.steps
     return steps
 
