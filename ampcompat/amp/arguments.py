@@ -1,10 +1,11 @@
-"""The checks of the models, the optimizers and the third argument that ``initialize`` is given, before it changes any.
+"""The checks of the models, the optimizers and the third argument of ``initialize``, before it changes anything.
 
 What its other keywords may be is in :mod:`ampcompat.amp.options`.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from typing import Any
@@ -14,10 +15,12 @@ import torch
 from ampcompat import _torch
 from ampcompat._types import HALF_DTYPES, is_optimizer
 from ampcompat.amp._amp_state import view_state
+from ampcompat.amp.half.forward import ModelPolicy
 from ampcompat.amp.half.record import record_of
 from ampcompat.amp.levels import LEVELS
 from ampcompat.amp.scaling.block import open_block_of
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState
+from ampcompat.amp.scaling.groups import model_tensor
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, optimizer_index
 
 
 def refuse_other_level(enabled: object, opt_level: object) -> None:
@@ -162,6 +165,62 @@ def _refuse_in_block(optimizer: Any) -> None:
             f"amp.initialize inside a scale_loss block of this {type(optimizer).__name__} - its gradients are still"
             " multiplied by the loss scale - close the block first."
         )
+
+
+# -- other optimizers, which hold the same tensors ---------------------------------------------------------------------
+def _others_under_amp(given: list[AmpOptimizer]) -> list[AmpOptimizer]:
+    """The optimizers under amp that are not ``given``."""
+    return [other for other in optimizer_index.listed() if not any(other is optimizer for optimizer in given)]
+
+
+def collect_dropped(models: list[torch.nn.Module], given: list[AmpOptimizer]) -> None:
+    """Collect optimizers that the script has dropped; their bound methods make them reference cycles.
+
+    Otherwise one that shares tensors with ``models`` or with a ``given`` optimizer would be refused, or gradients of
+    these tensors would wait for its step.
+    """
+    held = _ids_in(models).union(*map(_ids_held_by, given))
+    if any(not held.isdisjoint(_ids_held_by(other)) for other in _others_under_amp(given)):
+        gc.collect()
+
+
+def refuse_to_leave_behind(models: list[torch.nn.Module], given: list[AmpOptimizer], policy: ModelPolicy) -> None:
+    """Refuse to change a model's level without an optimizer under amp that holds its tensors.
+
+    Left behind, it would step half weights without masters, masters of float32 weights, or gradients of an unscaled
+    loss. Optimizers of sessions with the same policy stay where they are, and keep their loss scale.
+    """
+    changed = _ids_in(models)
+    for optimizer in _others_under_amp(given):
+        session = optimizer._amp_stash.session
+        if session.policy.steps_like(policy) or changed.isdisjoint(_ids_held_by(optimizer)):
+            continue
+        before = session.properties.opt_level
+        raise RuntimeError(
+            f"amp.initialize got a model without its {type(optimizer).__name__}, which an earlier call put under amp at"
+            f" {before}, and would {_change_of_level(before, policy.opt_level)} - an optimizer steps weights of the"
+            " level that it was initialized at - pass it too, with all of its models, or drop it (del optimizer) before"
+            " (D32)."
+        )
+
+
+def _change_of_level(before: str, after: str) -> str:
+    """What a call at the level ``after`` does to a model at ``before``; the level of ``enabled=False`` is empty."""
+    if not after:
+        return "take the model out of amp"
+    if after == before:
+        return f"put the model at {after} with other options"
+    return f"put the model at {after}"
+
+
+def _ids_in(models: list[torch.nn.Module]) -> set[int]:
+    """Ids of the parameters of ``models``."""
+    return {id(param) for model in models for part in model.modules() for param in part._parameters.values()}
+
+
+def _ids_held_by(optimizer: AmpOptimizer) -> set[int]:
+    """Ids of the model's tensors that ``optimizer`` holds, or holds the masters of."""
+    return {id(model_tensor(param)) for group in optimizer.param_groups for param in group["params"]}
 
 
 # -- both --------------------------------------------------------------------------------------------------------------

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
@@ -15,30 +13,19 @@ from ampcompat._log import say, say_once
 from ampcompat._types import HALF_DTYPES, Options
 from ampcompat.amp import arguments
 from ampcompat.amp._amp_state import view_state
-from ampcompat.amp._process_optimizer import AmpOptimizerState
-from ampcompat.amp.adapters import checkpoint_names, ddp, fsdp, wrapped
+from ampcompat.amp.adapters import fsdp, wrapped
 from ampcompat.amp.casts.rules import rules_by_name
-from ampcompat.amp.half.boundary import BoundaryPolicy, set_boundary
-from ampcompat.amp.half.casting import cast_weights
-from ampcompat.amp.half.forward import ModelPolicy
+from ampcompat.amp.half.boundary import BoundaryPolicy
 from ampcompat.amp.half.keep_fp32 import select_kept
-from ampcompat.amp.half.model_class import set_policy
-from ampcompat.amp.half.torch_events import watch_writes
-from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.levels import LEVELS
-from ampcompat.amp.misuse import watch_more
 from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.options import check_keywords
 from ampcompat.amp.properties import Properties, read_properties
-from ampcompat.amp.scaling import checkpoint
 from ampcompat.amp.scaling.checkpoint import load_state_dict, state_dict
-from ampcompat.amp.scaling.clearing import watch_modules
-from ampcompat.amp.scaling.groups import follow_groups, model_tensor
-from ampcompat.amp.scaling.optimizer import attach, detach
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, optimizer_index, scalers_shown
+from ampcompat.amp.scaling.optimizer_state import optimizer_index
 from ampcompat.amp.scaling.scaler import LossScaler
-from ampcompat.amp.scaling.session import Session, session_state
-from ampcompat.amp.session_casts import begin_casts, renew_ambient_casts
+from ampcompat.amp.scaling.session import Session
+from ampcompat.amp.session_objects import Objects, take_over
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -169,15 +156,15 @@ def initialize(
         session = Session(Properties())
         objects = _objects_under_amp(models, optimizers, session.properties)
     if optimizer_index.live:
-        _collect_dropped(objects.models, objects.optimizers)
-        _refuse_to_leave_behind(objects.models, objects.optimizers, session.policy)
+        arguments.collect_dropped(objects.models, objects.optimizers)
+        arguments.refuse_to_leave_behind(objects.models, objects.optimizers, session.policy)
     if isinstance(enabled, str):
         _say_what_a_string_enables(enabled, session)
     if enabled and verbosity > 0:
         _print_options(session.properties)
     if objects.has_scripted:
         say("A ScriptModule runs as it was scripted: amp.initialize passed it through without casting it.")
-    _take_over(session, objects)
+    take_over(session, objects)
     if enabled:
         view_state.view["verbosity"] = int(verbosity)
         if observer_state.observers:
@@ -186,26 +173,7 @@ def initialize(
 
 
 # -- what a call is given ----------------------------------------------------------------------------------------------
-@dataclass
-class _Objects:
-    """What a call is to change, checked.
-
-    Attributes:
-        models: The models that amp can change: no ScriptModules.
-        optimizers: As given, in a list.
-        kept: Modules in ``models`` that stay float32.
-        shard_changes: What becomes of units of ``fully_shard`` in ``models``.
-        has_scripted: Whether there were ScriptModules among the models.
-    """
-
-    models: Modules
-    optimizers: list[AmpOptimizer]
-    kept: Modules = field(default_factory=list)
-    shard_changes: list[fsdp.Change] = field(default_factory=list)
-    has_scripted: bool = False
-
-
-def _check_objects(models: object, optimizers: object, keep_fp32: object, options: Properties) -> _Objects:
+def _check_objects(models: object, optimizers: object, keep_fp32: object, options: Properties) -> Objects:
     """Check what an enabled call is given against ``options``; raises before anything is changed."""
     units = _torch.sharded_units(models)  # first: checks see the shards
     casts_weights = options.cast_model_type in HALF_DTYPES
@@ -220,15 +188,15 @@ def _check_objects(models: object, optimizers: object, keep_fp32: object, option
     shard_changes: list[fsdp.Change] = []
     if _torch.has_shards(modules):
         shard_changes = fsdp.plan(units, modules, options.options, kept)
-    return _Objects(modules, optimizer_list, kept, shard_changes, has_scripted=len(modules) < len(given))
+    return Objects(modules, optimizer_list, kept, shard_changes, has_scripted=len(modules) < len(given))
 
 
-def _objects_under_amp(models: object, optimizers: object, disabled: Properties) -> _Objects:
+def _objects_under_amp(models: object, optimizers: object, disabled: Properties) -> Objects:
     """Check what a call with ``enabled=False`` is given; return what it takes out of amp."""
     under_amp = _models_under_amp(models)
     units = _torch.sharded_units(under_amp)
     shard_changes = fsdp.plan(units, under_amp, disabled.options)
-    return _Objects(under_amp, arguments.as_optimizers(optimizers), shard_changes=shard_changes)
+    return Objects(under_amp, arguments.as_optimizers(optimizers), shard_changes=shard_changes)
 
 
 def _models_under_amp(models: object) -> Modules:
@@ -242,62 +210,6 @@ def _models_under_amp(models: object) -> Modules:
                 if policy is not None and not isinstance(policy, BoundaryPolicy):
                     under_amp[module] = None
     return list(under_amp)
-
-
-# -- other optimizers, which hold the same tensors ---------------------------------------------------------------------
-def _others_under_amp(given: list[AmpOptimizer]) -> list[AmpOptimizer]:
-    """The optimizers under amp that are not ``given``."""
-    return [other for other in optimizer_index.listed() if not any(other is optimizer for optimizer in given)]
-
-
-def _collect_dropped(models: Modules, given: list[AmpOptimizer]) -> None:
-    """Collect optimizers that the script has dropped; their bound methods make them reference cycles.
-
-    Otherwise one that shares tensors with ``models`` or with a ``given`` optimizer would be refused, or gradients of
-    these tensors would wait for its step.
-    """
-    held = _ids_in(models).union(*map(_ids_held_by, given))
-    if any(not held.isdisjoint(_ids_held_by(other)) for other in _others_under_amp(given)):
-        gc.collect()
-
-
-def _refuse_to_leave_behind(models: Modules, given: list[AmpOptimizer], policy: ModelPolicy) -> None:
-    """Refuse to change a model's level without an optimizer under amp that holds its tensors.
-
-    Left behind, it would step half weights without masters, masters of float32 weights, or gradients of an unscaled
-    loss. Optimizers of sessions with the same policy stay where they are, and keep their loss scale.
-    """
-    changed = _ids_in(models)
-    for optimizer in _others_under_amp(given):
-        session = optimizer._amp_stash.session
-        if session.policy.steps_like(policy) or changed.isdisjoint(_ids_held_by(optimizer)):
-            continue
-        before = session.properties.opt_level
-        raise RuntimeError(
-            f"amp.initialize got a model without its {type(optimizer).__name__}, which an earlier call put under amp at"
-            f" {before}, and would {_change_of_level(before, policy.opt_level)} - an optimizer steps weights of the"
-            " level that it was initialized at - pass it too, with all of its models, or drop it (del optimizer) before"
-            " (D32)."
-        )
-
-
-def _change_of_level(before: str, after: str) -> str:
-    """What a call at the level ``after`` does to a model at ``before``; the level of ``enabled=False`` is empty."""
-    if not after:
-        return "take the model out of amp"
-    if after == before:
-        return f"put the model at {after} with other options"
-    return f"put the model at {after}"
-
-
-def _ids_in(models: Modules) -> set[int]:
-    """Ids of the parameters of ``models``."""
-    return {id(param) for model in models for part in model.modules() for param in part._parameters.values()}
-
-
-def _ids_held_by(optimizer: AmpOptimizer) -> set[int]:
-    """Ids of the model's tensors that ``optimizer`` holds, or holds the masters of."""
-    return {id(model_tensor(param)) for group in optimizer.param_groups for param in group["params"]}
 
 
 # -- what a call says --------------------------------------------------------------------------------------------------
@@ -321,102 +233,3 @@ def _print_options(options: Properties) -> None:
     say("After processing overrides, optimization options are:")
     for name, value in options.options.items():
         say(f"{name:22} : {value}")
-
-
-# -- what a call changes -----------------------------------------------------------------------------------------------
-def _take_over(session: Session, objects: _Objects) -> None:
-    """Put ``objects`` into ``session``; the checks have been made.
-
-    What fails here (memory runs out) leaves objects half way. The same call, made again, completes them: each change
-    begins with what it finds. A session that is not enabled takes models and optimizers out of amp, and leaves alone
-    what is not under it.
-    """
-    if objects.shard_changes:
-        fsdp.apply(objects.shard_changes)
-    _cast_models(session, objects)
-    for model in objects.models:
-        set_policy(model, session.policy if session.enabled else None)
-    view = _view_of(session, objects)
-    for optimizer in objects.optimizers:
-        if session.enabled:
-            wrapped.wrap(optimizer)
-            attach(optimizer, session, AmpOptimizerState)
-        else:
-            _release_optimizer(optimizer)
-    follow_groups(looks_at_all=True)
-    if session.enabled:
-        begin_casts(session)
-        _watch_torch(session)
-    view_state.view = view
-    session_state.latest = session
-    view_state.find_scalers = scalers_shown
-    if session.enabled:
-        checkpoint.restore_after_initialize()
-    else:
-        renew_ambient_casts()
-
-
-def _watch_torch(session: Session) -> None:
-    """Let torch tell amp what it does to models, masters and gradients, and watch the script's first blocks."""
-    ddp.install()
-    watch_modules()
-    has_masters = session.policy.master_weights
-    if has_masters:
-        watch_writes()
-        checkpoint_names.install()
-    scales = not all(scaler.is_one for scaler in session.scalers)
-    if has_masters or scales:
-        watch_more(len(session.scalers))
-
-
-def _view_of(session: Session, objects: _Objects) -> dict[str, Any]:
-    """Return what ``amp._amp_state`` shows once ``session`` is in force."""
-    view = {**view_state.view, "opt_properties": session.properties}
-    takes_out = bool(objects.models) or any("_amp_stash" in vars(optimizer) for optimizer in objects.optimizers)
-    if session.enabled or takes_out:
-        view["handle"] = AmpHandle(session) if session.policy.casts.enabled else NoOpHandle()
-    return view
-
-
-def _cast_models(session: Session, objects: _Objects) -> None:
-    """Cast the weights of all models, or restore them, and put boundaries around what is kept in float32."""
-    options = session.properties.options
-    policy = session.policy
-    parts = list(dict.fromkeys(part for model in objects.models for part in model.modules()))
-    if policy.half_dtype is not None:
-        policy.has_parts = _hold_one_another(objects.models)
-    optimizers = [*objects.optimizers, *optimizer_index.listed()]  # one of an earlier session may train this model, too
-    cast_weights(
-        parts,
-        options["cast_model_type"] or None,
-        keep_fp32={part for module in objects.kept for part in module.modules()},
-        keep_batchnorm_fp32=bool(options["keep_batchnorm_fp32"]),
-        has_masters=policy.master_weights,
-        trained=_ids_of_params(optimizers) if policy.master_weights else set(),
-    )
-    boundary = BoundaryPolicy.for_modules_of(policy)
-    for part in parts:
-        if part in objects.models:
-            continue
-        if part in objects.kept:
-            set_boundary(part, boundary)
-        elif isinstance(part.__dict__.get("_amp_policy"), BoundaryPolicy):  # of an earlier session
-            set_boundary(part, None)
-
-
-def _ids_of_params(optimizers: list[AmpOptimizer]) -> set[int]:
-    """Ids of what ``optimizers`` hold."""
-    return {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
-
-
-def _hold_one_another(models: Modules) -> bool:
-    """Whether one of ``models`` is a part of another."""
-    below = [part for model in models for part in model.modules() if part is not model]
-    return any(model in below for model in models)
-
-
-def _release_optimizer(optimizer: AmpOptimizer) -> None:
-    """Take ``optimizer`` out of amp, if it is under it; ``scale_loss`` does nothing with it from now on."""
-    if "_amp_stash" in vars(optimizer):
-        detach(optimizer)
-    optimizer_index.disabled[optimizer] = None
