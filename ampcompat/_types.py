@@ -1,4 +1,4 @@
-"""Types that several packages share, and what tells them: the half dtypes, an optimizer."""
+"""Types that several packages share, the table of half dtypes, and what counts as an optimizer."""
 
 from __future__ import annotations
 

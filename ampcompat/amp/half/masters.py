@@ -2,7 +2,19 @@
 
 A master belongs to the model's tensor. Its module holds it (:class:`ampcompat.amp.half.record.HalfWeights`), so that
 deepcopy and pickle take it along; either tensor leads to it (:func:`master_of`); optimizers borrow its float32 copy.
-The life of a master, as a table of what each event does to its two copies:
+A float16 weight of two elements, in numbers (1.0 and 1.001 are neighbours in float16):
+
+=====================================  ============  =============
+moment                                 half          value
+=====================================  ============  =============
+``initialize`` of [1.0003, 3.0]        [1.0, 3.0]    [1.0003, 3.0]
+``step`` adds 0.0004 to the first      [1.001, 3.0]  [1.0007, 3.0]
+the script writes ``weight[1] = 0.5``  [1.001, 0.5]  [1.0007, 3.0]
+a forward                              [1.001, 0.5]  [1.0007, 3.0]
+the next ``step``                      [1.001, 0.5]  [1.0007, 0.5]
+=====================================  ============  =============
+
+The first element, which the script did not write, keeps its low bits. What each event does to both copies:
 
 =========================================  ================================  =======================================
 event                                      half (the model's tensor)         value (the float32 master)
