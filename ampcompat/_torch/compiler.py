@@ -120,7 +120,7 @@ def keep_torch_functions_traceable(undo: ExitStack) -> None:
     the builtin"): not where the replacement calls it, nor after the replacement was undone.
 
     Args:
-        undo: Its callbacks must run after those that put the functions back, so pass it before they are on it.
+        undo: Its callbacks run in reverse, and the functions must be put back first: call this before replacing them.
     """
     tables = _function_tables()
     is_imported = bool(tables)

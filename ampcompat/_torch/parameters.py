@@ -155,7 +155,7 @@ def _is_given_again() -> bool:
     return id(writes.given_again(param)) == first
 
 
-# What ``getrefcount`` says of such a tensor depends on the interpreter: from Python 3.14 on, some names only borrow. So
+# What ``getrefcount`` says of that tensor depends on the interpreter: from Python 3.14 on, some names only borrow. So
 # the line that asks is tried, once. With another number than this, no tensor is given out again.
 with torch.inference_mode(False):
     for _references_alone in range(1, 6):
@@ -219,7 +219,7 @@ def share_attributes(param: torch.Tensor, source: torch.Tensor) -> None:
 
 # -- collectives -------------------------------------------------------------------------------------------------------
 def memory_of(tensor: torch.Tensor) -> int | None:
-    """Return what identifies the memory of ``tensor``, also that of its views and aliases; None if it has none."""
+    """Return what identifies the memory of ``tensor``, which views and aliases share; None if it has no memory."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
         return None
     memory: int = tensor.untyped_storage()._cdata

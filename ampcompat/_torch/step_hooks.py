@@ -47,7 +47,7 @@ def around_update(
         optimizer: Whose step.
         before: Is called when all pre-hooks have run.
         after: Is called before any post-hook; at the end, where no hook runs since torch has not hooked the class.
-        later: Is called in the place of ``after`` for the step of a subclass, where that of its base was hooked, too.
+        later: Is called in the place of ``after`` for the step of a subclass whose base has a hooked step, too.
     """
     calls: list[Callable[[], None]] = []
 

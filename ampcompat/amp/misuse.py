@@ -111,11 +111,11 @@ class Watch:
         self._passes: weakref.WeakKeyDictionary[Block, list[torch.Tensor]] = weakref.WeakKeyDictionary()
         # Optimizers that had a block since their last step.
         self._had_block: weakref.WeakSet[AmpOptimizer] = weakref.WeakSet()
-        # Half gradients: as blocks have left them, and those that the last step has found.
+        # Half gradients: as blocks have left them, and as the last step has found them.
         self._left: weakref.WeakKeyDictionary[Master, _Gradient] = weakref.WeakKeyDictionary()
         self._used: weakref.WeakKeyDictionary[Master, weakref.ref[torch.Tensor]] = weakref.WeakKeyDictionary()
-        # Optimizers that have stepped, and that amp does not know; and the gradients of their tensors, by the id of the
-        # tensor: as they were before an open block, and those that the last block has left scaled.
+        # Optimizers that have stepped, and that amp does not know; and gradients of their tensors, by the id of the
+        # tensor: all gradients from before an open block, and the gradients that the last block has left scaled.
         self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()
         self._before: weakref.WeakKeyDictionary[Block, dict[int, _Gradient]] = weakref.WeakKeyDictionary()
         self._scaled: dict[int, _Gradient] = {}

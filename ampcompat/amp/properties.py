@@ -101,7 +101,7 @@ def _dtype_from_env() -> torch.dtype | None:
 
 
 def _accepted_overrides(level: str, overrides: Mapping[str, object], drops_refused: bool) -> dict[str, Any]:
-    """Check ``overrides``; returns those that change something.
+    """Check ``overrides``, and return the ones that change something.
 
     Args:
         level: The level in force.

@@ -55,7 +55,7 @@ def begin_casts_of_init(session: Session) -> None:
 
 
 def _come_into_force(session: Session) -> None:
-    """Make ``session`` the latest that casts functions, and forget those whose models are gone."""
+    """Make ``session`` the latest that casts functions, and forget sessions whose models are gone."""
     cast_state.sessions = [*(other for other in casting_sessions() if other is not session), session]
 
 

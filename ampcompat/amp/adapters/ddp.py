@@ -61,7 +61,7 @@ def record(wrapper: Any) -> None:
 
 
 def broadcast_masters(module: torch.nn.Module, group: Any, ignored: set[str], rank: int = 0) -> None:
-    """Give every rank in ``group`` the masters of ``rank``: those of parameters in ``module`` that optimizers hold.
+    """Give every rank in ``group`` the masters that ``rank`` has of parameters in ``module`` that optimizers hold.
 
     Every rank has these masters. Rank 0 may have more, made by a save: they follow their half weights, as after any
     write.

@@ -131,8 +131,8 @@ class CastState(Part):
     """The ambient casts of the process (see :mod:`ampcompat.amp.casts.ambience`).
 
     Attributes:
-        sessions: Sessions that cast functions, the latest last; not those whose models are gone.
-        models: Every model under amp that is alive, copies of those that ``initialize`` was given included.
+        sessions: Sessions that cast functions, the latest last; a session whose models are gone is not listed.
+        models: Every model under amp that is alive, copies included.
         ambient: The casts of the latest of these sessions that is in force; None where none is.
         device_types: Where they hold: the device types of initialized models.
         owner: The thread that they hold in, the one that called ``initialize`` last.
@@ -208,7 +208,7 @@ class CastsOff:
     """Context without casts in this thread.
 
     Args:
-        device_type: One more device type to switch casts off on, beside those where amp casts.
+        device_type: A device type to switch casts off on, beside the device types where amp casts.
         in_forwards: Whether forwards of initialized models inside have no casts either.
         weights_may_change: Whether code inside may write weights: casts of them that the forward around has cached are
             dropped at the exit.

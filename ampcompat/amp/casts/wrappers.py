@@ -1,4 +1,4 @@
-"""Wrappers that cast arguments: of functions that torch wrote in Python, and of those that users register."""
+"""Wrappers that cast arguments: of functions that torch wrote in Python, and of functions that users register."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def select_kept(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.
     Modules that share a tensor with a kept one are kept as well, with a message: a tied weight has one dtype.
 
     Args:
-        models: Those given to ``initialize``.
+        models: The models that ``initialize`` was given.
         keep_fp32: A module, a module type, a pattern of names, or a collection of these; None keeps nothing.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The record that a module carries while its own parameters and buffers are half, and the masters in such records.
+"""The record that a module carries while its own parameters and buffers are half, and the masters in these records.
 
 deepcopy and pickle take a record along with its module. The masters of a model are the masters of its modules
 (:func:`masters_of`).

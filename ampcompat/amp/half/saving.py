@@ -75,7 +75,7 @@ def _export(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, lo
     record = record_of(module)
     if record is None:
         return
-    if torch.onnx.is_in_onnx_export():  # it looks up, among these tensors, those that the traced forward reads
+    if torch.onnx.is_in_onnx_export():  # it looks up the tensors that the traced forward reads
         return
     with copies_lock:  # another thread may train the model
         for name, part in hook_added_modules(module, record):
