@@ -167,13 +167,30 @@ def _refuse_in_block(optimizer: Any) -> None:
         )
 
 
+# -- both --------------------------------------------------------------------------------------------------------------
+def _as_list(given: object) -> list[Any]:
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _wrong_kind(given: object, wanted: str) -> TypeError:
+    if isinstance(given, type):
+        return TypeError(f"amp.initialize got the class {given.__name__} as {wanted}")
+    return TypeError(f"amp.initialize got an object of type {type(given).__name__} as {wanted}")
+
+
 # -- other optimizers, which hold the same tensors ---------------------------------------------------------------------
+def check_other_optimizers(models: list[torch.nn.Module], given: list[AmpOptimizer], policy: ModelPolicy) -> None:
+    """Check the optimizers under amp that are not ``given``, for ``models`` that are to run under ``policy``."""
+    _collect_dropped(models, given)
+    _refuse_to_leave_behind(models, given, policy)
+
+
 def _others_under_amp(given: list[AmpOptimizer]) -> list[AmpOptimizer]:
     """The optimizers under amp that are not ``given``."""
     return [other for other in optimizer_index.listed() if not any(other is optimizer for optimizer in given)]
 
 
-def collect_dropped(models: list[torch.nn.Module], given: list[AmpOptimizer]) -> None:
+def _collect_dropped(models: list[torch.nn.Module], given: list[AmpOptimizer]) -> None:
     """Collect optimizers that the script has dropped; their bound methods make them reference cycles.
 
     Otherwise one that shares tensors with ``models`` or with a ``given`` optimizer would be refused, or gradients of
@@ -184,7 +201,7 @@ def collect_dropped(models: list[torch.nn.Module], given: list[AmpOptimizer]) ->
         gc.collect()
 
 
-def refuse_to_leave_behind(models: list[torch.nn.Module], given: list[AmpOptimizer], policy: ModelPolicy) -> None:
+def _refuse_to_leave_behind(models: list[torch.nn.Module], given: list[AmpOptimizer], policy: ModelPolicy) -> None:
     """Refuse to change a model's level without an optimizer under amp that holds its tensors.
 
     Left behind, it would step half weights without masters, masters of float32 weights, or gradients of an unscaled
@@ -221,14 +238,3 @@ def _ids_in(models: list[torch.nn.Module]) -> set[int]:
 def _ids_held_by(optimizer: AmpOptimizer) -> set[int]:
     """Ids of the model's tensors that ``optimizer`` holds, or holds the masters of."""
     return {id(model_tensor(param)) for group in optimizer.param_groups for param in group["params"]}
-
-
-# -- both --------------------------------------------------------------------------------------------------------------
-def _as_list(given: object) -> list[Any]:
-    return list(given) if isinstance(given, (list, tuple)) else [given]
-
-
-def _wrong_kind(given: object, wanted: str) -> TypeError:
-    if isinstance(given, type):
-        return TypeError(f"amp.initialize got the class {given.__name__} as {wanted}")
-    return TypeError(f"amp.initialize got an object of type {type(given).__name__} as {wanted}")

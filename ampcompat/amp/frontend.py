@@ -156,8 +156,7 @@ def initialize(
         session = Session(Properties())
         objects = _objects_under_amp(models, optimizers, session.properties)
     if optimizer_index.live:
-        arguments.collect_dropped(objects.models, objects.optimizers)
-        arguments.refuse_to_leave_behind(objects.models, objects.optimizers, session.policy)
+        arguments.check_other_optimizers(objects.models, objects.optimizers, session.policy)
     if isinstance(enabled, str):
         _say_what_a_string_enables(enabled, session)
     if enabled and verbosity > 0:
