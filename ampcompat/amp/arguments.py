@@ -49,7 +49,7 @@ def as_models(models: object, opt_level: str, casts_weights: bool) -> list[torch
         casts_weights: Whether the weights are to be cast to half.
     """
     wanted = "a model - models must be a torch.nn.Module, or a list or tuple of them - pass the module itself."
-    given = _as_list(models)
+    given = as_list(models)
     for model in given:
         if not isinstance(model, torch.nn.Module):
             raise _wrong_kind(model, wanted)
@@ -149,7 +149,7 @@ def as_optimizers(optimizers: object) -> list[AmpOptimizer]:
         "an optimizer - optimizers must be a torch.optim.Optimizer (or a wrapper with its methods, as LARC), or a list"
         " or tuple of them - pass the optimizer itself."
     )
-    given = [] if optimizers is None else _as_list(optimizers)
+    given = [] if optimizers is None else as_list(optimizers)
     for optimizer in given:
         if not is_optimizer(optimizer):
             raise _wrong_kind(optimizer, wanted)
@@ -168,7 +168,8 @@ def _refuse_in_block(optimizer: Any) -> None:
 
 
 # -- both --------------------------------------------------------------------------------------------------------------
-def _as_list(given: object) -> list[Any]:
+def as_list(given: object) -> list[Any]:
+    """Return a list or tuple as a list, and anything else as a list of it alone."""
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 

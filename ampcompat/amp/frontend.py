@@ -200,9 +200,8 @@ def _objects_under_amp(models: object, optimizers: object, disabled: Properties)
 
 def _models_under_amp(models: object) -> Modules:
     """Return the modules in ``models``, and inside of them, that run as models under amp, each once; copies too."""
-    given = models if isinstance(models, (list, tuple)) else [models]
     under_amp: dict[torch.nn.Module, None] = {}
-    for model in given:
+    for model in arguments.as_list(models):
         if isinstance(model, torch.nn.Module):
             for module in _torch.uncompiled(model).modules():
                 policy = module.__dict__.get("_amp_policy")

@@ -182,7 +182,9 @@ class ModelPolicy:
             output, is_part = self._call_with_parts_in_graph(device_types, forward, args, kwargs)
         else:
             output = self._call_in_graph(device_types, forward, args, kwargs)
-        return output if self.output_dtype is None or is_part else cast_tree(output, self.output_dtype)
+        if self.output_dtype is None or is_part:
+            return output
+        return cast_tree(output, self.output_dtype)
 
     def _call_with_parts_in_graph(
         self, device_types: tuple[str, ...], forward: Forward, args: Args, kwargs: Kwargs
