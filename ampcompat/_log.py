@@ -13,7 +13,7 @@ from ampcompat._state import state
 
 
 def rank() -> int:
-    """Rank of this process: that of ``torch.distributed`` once it is up, else the launcher's ``RANK``, else 0."""
+    """Rank of this process in ``torch.distributed``; before that is up, the launcher's ``RANK``, or 0 without one."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():

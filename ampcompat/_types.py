@@ -1,4 +1,4 @@
-"""Types that several packages share, and what tells them: the half dtypes, an optimizer."""
+"""Types that several packages share, the table of half dtypes, and what counts as an optimizer."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ HALF = {
 HALF_DTYPES = tuple(HALF)
 #: A param group, as torch has it: ``"params"``, and hyperparameters by name.
 ParamGroup: TypeAlias = dict[str, Any]
-#: What an optimizer is made of. torch's ``ParamsT`` is a union of iterables, of which mypy does not infer the type of a
-#: list of groups in a call.
+#: What an optimizer is made of. torch's ``ParamsT`` is a union of iterables: mypy cannot infer the type of a list of
+#: groups that is passed for it.
 Params: TypeAlias = Iterable[torch.Tensor | ParamGroup | tuple[str, torch.Tensor]]
 #: ``state`` of an optimizer, as torch has it.
 ParamState: TypeAlias = defaultdict[torch.Tensor, Any]
@@ -54,7 +54,7 @@ class Options(TypedDict, total=False):
 
 
 class Optimizer(Protocol):
-    """Type what amp needs of an optimizer (torch's own, or a wrapper as LARC), and what it sets on one."""
+    """What amp needs of an optimizer (torch's own, or a wrapper such as LARC), and what it sets on one."""
 
     param_groups: list[dict[str, Any]]
     _amp_wrapped: bool  # for good: the wrappers of its methods stay

@@ -6,7 +6,7 @@ from ampcompat import amp
 from ampcompat._state import state
 from ampcompat.amp.casts.contexts import cast_state
 from ampcompat.amp.observers import observers
-from ampcompat.amp.scaling.session import call_state
+from ampcompat.amp.scaling.session import session_state
 from ampcompat.tools.explain.observer import OverflowExplainer
 
 
@@ -29,7 +29,7 @@ def reset():
 
 
 def is_initialized():
-    return call_state.latest is not None
+    return session_state.latest is not None
 
 
 def casts():

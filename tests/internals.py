@@ -22,7 +22,7 @@ from ampcompat.amp.misuse import Watch
 from ampcompat.amp.misuse import end_watch as end_watch
 from ampcompat.amp.observers import observer_state
 from ampcompat.amp.scaling.block import block_state, open_block_of
-from ampcompat.amp.scaling.session import call_state
+from ampcompat.amp.scaling.session import session_state
 
 
 def is_due(master):
@@ -31,14 +31,14 @@ def is_due(master):
 
 
 def reset():
-    """Undo every change to torch, and forget every call of ``initialize``."""
+    """Undo every change to torch, and forget every session."""
     state.reset()
 
 
 # -- the process -------------------------------------------------------------------------------------------------------
 def is_anything_initialized():
     """Whether a call of ``initialize`` or ``init`` has succeeded."""
-    return call_state.latest is not None
+    return session_state.latest is not None
 
 
 def view():
@@ -103,7 +103,7 @@ def is_under_amp(optimizer):
 
 
 def scaler_of(optimizer):
-    """The loss scaler of the first loss of the call that owns ``optimizer``, which may not be the latest call."""
+    """The loss scaler of the first loss of the session that owns ``optimizer``, which may not be the latest."""
     return optimizer._amp_stash.session.scalers[0]
 
 

@@ -40,7 +40,7 @@ GRADIENTS: Final = Table(
         ("`p.grad` cleared", "cleared, in masters too; an overflow skips the next step all the same"),
         ("`p.grad` edited", "used; masters do not see it"),
         ("`load_state_dict`", "as they are"),
-        ("a param joins with a gradient", "dropped where its call has scaled losses"),
+        ("a param joins with a gradient", "dropped where its session has scaled losses"),
     ),
 )
 
@@ -79,10 +79,10 @@ CASTS: Final = Table(
         ("Python `autograd.Function` backward bodies", "the casts of the forward"),
         ("the autograd engine", "off"),
         ("`optimizer.step`", "off; inside its closure as outside"),
-        ("the forward of an initialized model", "the casts of the call that owns it, in any thread"),
+        ("the forward of an initialized model", "the casts of its session, in any thread"),
         (
             "anywhere else in the thread that called `initialize`",
-            'the casts of the latest call at O1 or O4 ("ambient")',
+            'the casts of the latest session at O1 or O4 ("ambient")',
         ),
     ),
 )

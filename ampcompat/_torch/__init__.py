@@ -4,7 +4,6 @@ A change of torch that breaks something is to be fixed here.
 """
 
 from ampcompat._torch.arithmetic import (
-    HostCopy,
     Tensors,
     any_non_finite,
     any_of,
@@ -29,11 +28,8 @@ from ampcompat._torch.arithmetic import (
     fused_float32_copies,
     fused_sgd_,
     has_fused_kernels,
-    host_value,
     inverse_of,
-    is_capturing,
     is_window,
-    moved_to,
     sum_of,
     unscale_and_check_,
     update_scale_,
@@ -68,6 +64,14 @@ from ampcompat._torch.compiler import (
     skip_compile_of_frame,
     tag_compile_caches,
 )
+from ampcompat._torch.data_parallel import (
+    broadcast_elements,
+    is_zero,
+    parallel_wrapper,
+    patch_ddp_constructor,
+    patch_ddp_join,
+    steps_in_backward,
+)
 from ampcompat._torch.dispatcher import (
     ATEN,
     RECURRENT_CELLS,
@@ -98,24 +102,17 @@ from ampcompat._torch.fsdp import (
     meshes_of,
     sharded_units,
 )
+from ampcompat._torch.host import (
+    HostCopy,
+    host_value,
+    is_capturing,
+    moved_to,
+)
 from ampcompat._torch.modes import enter_outermost, leave_outermost
 from ampcompat._torch.modules import (
-    bits,
-    broadcast_elements,
-    has_storage,
     is_graph_module,
-    is_sharded,
-    is_uninitialized,
-    is_zero,
-    leave_inference_mode,
-    owns_memory_alone,
-    parallel_wrapper,
-    patch_ddp_constructor,
-    patch_ddp_join,
     register_state_dict_hooks,
     running_module,
-    steps_in_backward,
-    tensor_of,
     uncompiled,
     watch_zero_grad,
 )
@@ -132,6 +129,15 @@ from ampcompat._torch.parameters import (
 from ampcompat._torch.patch import Wrap, replace, replace_function, set_class, with_parameters_of, wrap_everywhere
 from ampcompat._torch.processes import store_for
 from ampcompat._torch.step_hooks import around_update, call_before_steps, has_step_hooks
+from ampcompat._torch.tensors import (
+    bits,
+    has_storage,
+    is_sharded,
+    is_uninitialized,
+    leave_inference_mode,
+    owns_memory_alone,
+    tensor_of,
+)
 from ampcompat._torch.version import (
     TORCH,
 )

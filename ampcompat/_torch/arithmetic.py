@@ -1,4 +1,4 @@
-"""Fused passes over lists of tensors, and numbers on their way to the host."""
+"""Arithmetic on tensors, and on lists of tensors in fused passes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from ampcompat._torch.chunks import in_chunks
+from ampcompat._torch.host import moved_to
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -72,7 +73,7 @@ def foreach_accumulate_(sums: Tensors, addends: Tensors) -> None:
 def _by_kind(written: Tensors, read: Tensors) -> Iterable[tuple[Tensors, Tensors]]:
     """Split two parallel lists so that no call mixes devices, dtypes, or pairs of equal and of different strides.
 
-    CUDA passes a list to one kernel only if it mixes none of these, and else launches one for each pair of it.
+    CUDA passes a list to one kernel only if it mixes none of these; otherwise it launches a kernel for each pair.
     """
     if not written:
         return []
@@ -117,57 +118,6 @@ def has_fused_kernels(device: torch.device) -> bool:
     return device.type in _get_fused_kernels_supported_devices()
 
 
-def is_capturing() -> bool:
-    """Whether work is being recorded for a CUDA graph: the host may ask the device nothing."""
-    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return initialized and torch.cuda.is_current_stream_capturing()
-
-
-def moved_to(device: torch.device, number: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """``number``, a flag, a scale or a count, on ``device``; a host sync where it goes from another one to the CPU.
-
-    ``to("cpu", non_blocking=True)`` returns before the copy has arrived: torch then takes pinned memory for it
-    (``pin_out`` in its ``TensorConversions.cpp``), and an op on the CPU would read what was there before.
-    """
-    return number.to(device, dtype, non_blocking=device.type != "cpu")
-
-
-class HostCopy:
-    """Numbers of a device on their way to host memory; starting the copy does not wait for the device.
-
-    While a CUDA graph is captured, nothing is copied and the numbers are zeros.
-
-    Args:
-        values: 0-dim tensors of one dtype and device.
-    """
-
-    def __init__(self, values: list[torch.Tensor]) -> None:
-        device = values[0].device
-        self._event: torch.Event | None = None
-        if is_capturing():  # a replay runs no Python that could read the copy
-            self._host = torch.zeros(len(values), dtype=values[0].dtype, device="cpu")
-            return
-        streams: Any = getattr(torch, device.type, object())
-        has_streams = hasattr(streams, "Event") and hasattr(streams, "current_stream")
-        if device.type != "cpu" and has_streams:
-            self._host = torch.stack(values).to("cpu", non_blocking=True)  # pinned memory, by torch's own choice
-            self._event = streams.Event()
-            self._event.record(streams.current_stream(device))
-        else:  # nothing says when an asynchronous copy has arrived
-            self._host = torch.stack(values).to("cpu")
-
-    def arrived(self) -> bool:
-        """Whether :meth:`read` need not wait."""
-        return self._event is None or (not is_capturing() and bool(self._event.query()))
-
-    def read(self) -> list[float]:
-        """The numbers; waits for the device where they have not arrived."""
-        if self._event is not None:
-            self._event.synchronize()
-        numbers: list[float] = self._host.tolist()
-        return numbers
-
-
 def any_of(flags: list[torch.Tensor]) -> torch.Tensor:
     """Whether one of ``flags`` is set, on the device of the first. No host sync, unless that is the CPU."""
     first, *others = flags
@@ -210,11 +160,6 @@ def inverse_of(number: torch.Tensor) -> torch.Tensor:
         return number.reciprocal()
 
 
-def host_value(number: torch.Tensor) -> float | None:
-    """The value of a 0-dim tensor in host memory; None where it lies elsewhere, so that nothing waits for a device."""
-    return number.item() if number.is_cpu else None
-
-
 def found_inf_and_scale(
     scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -230,7 +175,7 @@ def found_inf_and_scale(
     is_unscaled = state["stage"].name == "UNSCALED"
     if not is_unscaled:
         scaler._check_inf_per_device(optimizer)
-    scale: torch.Tensor = scaler._get_scale_async()  # type: ignore[assignment] # made by now
+    scale: torch.Tensor = scaler._get_scale_async()  # type: ignore[assignment] # made already
     flags = [moved_to(scale.device, flag) for flag in state["found_inf_per_device"].values()]
     found_inf = torch.stack(flags).amax() if flags else torch.zeros((), dtype=torch.float32, device=scale.device)
     return found_inf, None if is_unscaled else scale

@@ -31,7 +31,7 @@ def has_distributed_checkpoint() -> bool:
 
 
 def patch_distributed_checkpoint(around: Around, undo: ExitStack) -> None:
-    """Have ``get_state_dict``, ``set_state_dict`` and their like run in ``around``."""
+    """Run ``get_state_dict``, ``set_state_dict`` and their like in ``around``."""
     module = importlib.import_module(_HOME)
     # The public functions call these two, whatever a script imports by name.
     for name in ("_get_optim_state_dict", "_load_optim_state_dict"):

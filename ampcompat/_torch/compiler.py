@@ -42,8 +42,8 @@ def run_uncompiled(function: Callable[..., R], *args: object) -> R:
 def eager(function: F) -> F:
     """Decorate bookkeeping that a compiled step calls: it runs in eager mode, with all it calls.
 
-    Else the compiler traces it in pieces, and compiles each again when a state changes. ``torch.compiler.disable`` does
-    the same with a wrapper, which costs microseconds per call in eager code, too.
+    Otherwise the compiler traces it in pieces, and compiles each again when a state changes. ``torch.compiler.disable``
+    does the same with a wrapper, which costs microseconds per call in eager code, too.
     """
     return _skipped(function, with_callees=True)
 
@@ -83,7 +83,7 @@ def run_untraced(function: Callable[..., R], *args: object, **kwargs: object) ->
 
 
 def setting(module_name: str, name: str) -> Any:
-    """The config module ``module_name`` if it exists and has the setting ``name``, else None."""
+    """The config module ``module_name`` if it exists and has the setting ``name``; None otherwise."""
     try:
         module = importlib.import_module(module_name)
     except ImportError:
@@ -113,14 +113,14 @@ def compile_backward_without_autocast(undo: ExitStack) -> None:
 
 
 def keep_torch_functions_traceable(undo: ExitStack) -> None:
-    """Have the compiler know torch's own functions although they are about to be replaced; call it before.
+    """Make the compiler list torch's own functions before they are replaced.
 
     The compiler makes its tables of torch's functions once per process, by looking up names. A function that was
     replaced at that time is missing in them, so its original could not be traced ("Dynamo does not know how to trace
     the builtin"): not where the replacement calls it, nor after the replacement was undone.
 
     Args:
-        undo: Its callbacks must run after those that put the functions back, so pass it before they are on it.
+        undo: Its callbacks run in reverse, and the functions must be put back first: call this before replacing them.
     """
     tables = _function_tables()
     is_imported = bool(tables)
@@ -132,7 +132,7 @@ def keep_torch_functions_traceable(undo: ExitStack) -> None:
 
 
 def _drop_function_tables() -> None:
-    """Have the compiler make its tables of torch's functions again when it next needs them."""
+    """Drop the compiler's tables of torch's functions, which it makes again when it needs them."""
     for table in _function_tables():
         table.cache_clear()
 

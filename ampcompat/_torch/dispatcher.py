@@ -89,7 +89,7 @@ def autocast_device_types() -> list[str]:
 
 
 def overloads_of(name: str) -> list[torch._ops.OpOverload]:
-    """The overloads that the public ``name`` stands for: those of the table, else all of ``aten::name``."""
+    """The overloads that the public ``name`` stands for: what the table lists, or all of ``aten::name``."""
     return [op for aten in ATEN.get(name) or (f"{name}.*",) for op in aten_overloads(aten)]
 
 
@@ -223,7 +223,7 @@ def flop_formula(op: torch._ops.OpOverload) -> Callable[..., int] | None:
     from torch.utils.flop_counter import flop_registry
 
     packet = getattr(op, "overloadpacket", op)
-    # The flop counter knows the attention of GPUs; that of CPUs takes its tensors in the same order.
+    # The flop counter knows attention on GPUs; attention on CPUs takes its tensors in the same order.
     like = getattr(torch.ops.aten, packet.__name__.replace("_for_cpu", ""), packet)
     formula: Callable[..., int] | None = flop_registry.get(packet) or flop_registry.get(like)
     return formula

@@ -1,7 +1,7 @@
 """``fully_shard`` (FSDP2): its units, the precision that they compute in, and gradients that they hold back.
 
-A unit is what one call of ``fully_shard`` made: the parameters that are gathered together, each a ``DTensor`` of which
-this rank keeps a shard in float32. torch has no public way to change the ``MixedPrecisionPolicy`` of a unit after that
+A unit is what one call of ``fully_shard`` made: the parameters that are gathered together. Each is a ``DTensor``; this
+rank keeps a shard of it in float32. torch has no public way to change the ``MixedPrecisionPolicy`` of a unit after that
 call. The same attributes are there from 2.7 to 2.15: the state of the module holds the policy, so does each group of
 parameters, or from 2.15 on each parameter; and what was gathered in the old precision is kept for the next time.
 """
@@ -34,14 +34,14 @@ def is_fully_sharded(module: torch.nn.Module) -> bool:
 
 
 class ShardedUnit:
-    """What one call of ``fully_shard`` made; several modules share one where it was given a list."""
+    """What one call of ``fully_shard`` made; several modules share a unit where the call was given a list."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
         self._state = module._get_fsdp_state()
 
     def same_as(self, other: ShardedUnit) -> bool:
-        """Whether both are of one call."""
+        """Whether one call made both."""
         return self._state is other._state
 
     @property
@@ -69,7 +69,7 @@ class ShardedUnit:
         return [param.sharded_param for param in self._params()]
 
     def reshard(self) -> None:
-        """Have the modules hold the shards: after a forward without a backward pass they hold whole parameters."""
+        """Put the shards back into the modules, which hold whole parameters after a forward without a backward pass."""
         self.module.reshard()
 
     # -- precision -----------------------------------------------------------------------------------------------------

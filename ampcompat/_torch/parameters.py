@@ -97,7 +97,7 @@ class DataWrites:
         self.happened_before = True
 
     def forget(self) -> None:
-        """Make what was written so far count no more; keep what a script, a view or a graph still holds."""
+        """Forget what was written so far; keep what a script, a view or a graph still holds."""
         self.happened_before = False
         if self.latest is not None:
             self.version = self.latest._version
@@ -108,7 +108,7 @@ class DataWrites:
             self.held = [(data, data._version) for data in held]
 
     def given_again(self, param: torch.Tensor) -> torch.Tensor | None:
-        """``param.data`` as it was given out last, if it can be given out again; else None."""
+        """``param.data`` as it was given out last, if it can be given out again; None otherwise."""
         latest = self.latest
         if (
             latest is not None
@@ -148,14 +148,14 @@ class DataWrites:
 
 
 def _is_given_again() -> bool:
-    """Whether :class:`DataWrites` gives a tensor out again that nothing else holds."""
+    """Whether :class:`DataWrites` gives out a tensor again that nothing else holds."""
     param = torch.nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu"), requires_grad=False)
     writes = DataWrites()
     first = id(writes.give_out(param))
     return id(writes.given_again(param)) == first
 
 
-# What ``getrefcount`` says of such a tensor depends on the interpreter: from Python 3.14 on, some names only borrow. So
+# What ``getrefcount`` says of that tensor depends on the interpreter: from Python 3.14 on, some names only borrow. So
 # the line that asks is tried, once. With another number than this, no tensor is given out again.
 with torch.inference_mode(False):
     for _references_alone in range(1, 6):
@@ -173,12 +173,15 @@ class Owner(Protocol):
         """Note that ``param.data`` was assigned."""
 
 
-def watch_parameter_data(owners: weakref.WeakValueDictionary[int, Any], undo: ExitStack) -> None:
-    """Let ``owners``, each found by the id of its parameter, answer for ``param.data``, and note what it is set to.
+def watch_parameter_data(find_owners: Callable[[], weakref.WeakValueDictionary[int, Any]], undo: ExitStack) -> None:
+    """Let the owners of parameters answer for ``param.data``, and note what it is set to.
+
+    ``find_owners`` returns them by the ids of their parameters; it is called once.
 
     A property of ``torch.nn.Parameter``, and no subclass: torch compares ``type(p)`` with ``Parameter`` where it takes
     its fast paths, and ``Parameter(p)`` refuses a ``p`` of another class.
     """
+    owners = find_owners()
     # Each ``param.data`` looks up here, in half the time of ``owners.get``.
     references: dict[int, weakref.ref[Owner]] = vars(owners)["data"]
     plain: Callable[[torch.Tensor], torch.Tensor] = _DATA.__get__
@@ -216,7 +219,7 @@ def share_attributes(param: torch.Tensor, source: torch.Tensor) -> None:
 
 # -- collectives -------------------------------------------------------------------------------------------------------
 def memory_of(tensor: torch.Tensor) -> int | None:
-    """Return what identifies the memory of ``tensor``, also that of its views and aliases; None if it has none."""
+    """Return what identifies the memory of ``tensor``, which views and aliases share; None if it has no memory."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
         return None
     memory: int = tensor.untyped_storage()._cdata

@@ -40,7 +40,7 @@ def replace_function(owner: object, name: str, value: object, undo: ExitStack) -
 
 
 def wrap_everywhere(owner: object, function: Callable[..., object], wrap: Wrap, undo: ExitStack) -> None:
-    """Have ``wrap(original)`` run wherever ``function`` is called, by code that imported it earlier too.
+    """Replace ``function`` by ``wrap(original)`` wherever it is called, also by code that imported it earlier.
 
     A function written in Python keeps its identity: its code is replaced by code that calls ``wrap(original)``, which
     is a global of its module until ``undo`` runs. The new code has the file and line of the old one, so that
@@ -106,7 +106,7 @@ def _body_that_calls(name: str, function: FunctionType) -> CodeType:
 def _parameters_and_arguments(function: FunctionType, by_name: bool) -> tuple[str, str]:
     """The parameters of ``function`` as source, without defaults, and arguments that hand all of them on.
 
-    ``by_name``: those that may stand by position or by name are handed on by name, where no ``*args`` follow.
+    ``by_name``: parameters that may stand by position or by name are handed on by name, where no ``*args`` follow.
     """
     spec = inspect.getfullargspec(function)
     parameters = list(spec.args)

@@ -11,7 +11,7 @@ from torch.optim import optimizer as module
 
 
 class _Call:
-    """A hook before the steps of all optimizers that is amp's own."""
+    """A hook of amp's own before the steps of all optimizers."""
 
     def __init__(self, called: Callable[[Any], None]) -> None:
         self.called = called
@@ -21,7 +21,7 @@ class _Call:
 
 
 def call_before_steps(called: Callable[[Any], None], undo: ExitStack) -> None:
-    """Have ``called(optimizer)`` called before each step of any optimizer, until ``undo``."""
+    """Call ``called(optimizer)`` before each step of any optimizer, until ``undo``."""
     undo.callback(module.register_optimizer_step_pre_hook(_Call(called)).remove)
 
 
@@ -47,7 +47,7 @@ def around_update(
         optimizer: Whose step.
         before: Is called when all pre-hooks have run.
         after: Is called before any post-hook; at the end, where no hook runs since torch has not hooked the class.
-        later: Is called in the place of ``after`` for the step of a subclass, where that of its base was hooked, too.
+        later: Is called in the place of ``after`` for the step of a subclass whose base has a hooked step, too.
     """
     calls: list[Callable[[], None]] = []
 

@@ -1,6 +1,6 @@
-"""Show the latest ``initialize`` call as apex's module-global state (``apex/amp/_amp_state.py``).
+"""Show the latest session as apex's module-global state (``apex/amp/_amp_state.py``).
 
-``loss_scalers`` are those of the latest call that has optimizers.
+``loss_scalers`` are the scalers of the latest session that has optimizers.
 
 Scripts read ``loss_scalers``, ``opt_properties`` and ``handle`` here, test for them with ``hasattr``, and set
 ``allow_incoming_model_not_fp32``, ``hard_override`` and ``verbosity``.
@@ -30,7 +30,7 @@ class ViewState(Part):
 
     Attributes:
         view: Its attributes.
-        find_scalers: Finds ``loss_scalers``; None until a call of ``initialize`` has made some.
+        find_scalers: Returns ``loss_scalers``; None before the first session.
     """
 
     view: dict[str, Any] = field(default_factory=_nothing_initialized)
@@ -61,8 +61,9 @@ class AmpState:
         view_state.view[name] = value
 
     def __delattr__(self, name: str) -> None:
-        if view_state.view.pop(name, self) is self:
+        if name not in view_state.view:
             raise AttributeError(name)
+        del view_state.view[name]
 
 
 def _checked_verbosity(value: object) -> int | float:

@@ -44,8 +44,7 @@ class AmpOptimizerState(OptimizerState):
     def already_patched(self) -> bool:
         """Whether an overflow skips the next step: one host sync for each flag.
 
-        Writing it changes nothing. apex patched ``step`` to skip, and skipped none of those that a script had marked as
-        patched.
+        Writing it changes nothing. apex patched ``step`` to skip, unless a script had written that it was patched.
         """
         return any(flag.item() for _, flag in self.flags())
 
@@ -55,7 +54,7 @@ class AmpOptimizerState(OptimizerState):
 
     @property
     def all_fp16_params(self) -> list[torch.Tensor]:
-        """Half params: those with masters; all of them where there are no masters."""
+        """Half params that have masters; all half params where none has."""
         with_masters = [master.half for master in self.leaves.masters]
         return with_masters or [param for param in self.leaves.masterless if param.dtype in HALF_DTYPES]
 

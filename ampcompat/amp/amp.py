@@ -30,7 +30,7 @@ from ampcompat.amp.levels import casting_level
 from ampcompat.amp.properties import read_properties
 from ampcompat.amp.scaling.optimizer_state import scalers_shown
 from ampcompat.amp.scaling.scaler import LossScaler
-from ampcompat.amp.scaling.session import Session, call_state
+from ampcompat.amp.scaling.session import Session, session_state
 from ampcompat.amp.session_casts import begin_casts_of_init
 
 __all__ = ["bfloat16_function", "float_function", "half_function", "init", "promote_function"]
@@ -48,7 +48,7 @@ def __getattr__(name: str) -> object:
 
 
 def _rocm_order(init: Callable[P, AmpHandle]) -> Callable[P, AmpHandle]:
-    """Have ``init`` take ``patch_type`` as third argument, where ROCm's fork has it, if that is a dtype."""
+    """Wrap ``init`` to take a dtype as its third argument for ``patch_type``, which ROCm's fork has there."""
 
     @functools.wraps(init)
     def either_order(*args: Any, **kwargs: Any) -> AmpHandle:
@@ -82,8 +82,8 @@ def init(
         verbose: Accepted.
         allow_banned: Let ``binary_cross_entropy`` take half arguments, in float32, instead of refusing.
         patch_type: ``torch.float16`` or ``torch.bfloat16``, the dtype of code outside of initialized models; None is
-            that of the latest ``initialize``, else float16. ROCm's fork has it third, before ``enable_caching``: a
-            dtype in that place is taken for it.
+            the half dtype of the latest ``initialize``, or float16 before the first. ROCm's fork has this argument
+            third, before ``enable_caching``: a dtype in that place is taken for it.
 
     Returns:
         The handle: ``scale_loss``, ``wrap_optimizer``, ``is_active``, ``_deactivate``, ...
@@ -103,7 +103,7 @@ def init(
         return no_op
     level = casting_level(patch_type or torch.float16)
     properties, half_dtype = read_properties(level, {"loss_scale": loss_scale})
-    latest = call_state.latest
+    latest = session_state.latest
     follows_initialize = latest is not None and not latest.by_init
     if latest is not None and follows_initialize and patch_type is None:
         half_dtype = latest.half_dtype
@@ -112,7 +112,7 @@ def init(
     begin_casts_of_init(session)
     handle = AmpHandle(session)
     if not follows_initialize:
-        call_state.latest = session
+        session_state.latest = session
         view_state.find_scalers = scalers_shown
         view_state.view.update(opt_properties=properties, handle=handle)
     return handle

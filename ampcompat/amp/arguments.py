@@ -1,10 +1,11 @@
-"""The checks of the models, the optimizers and the third argument that ``initialize`` is given, before it changes any.
+"""The checks of the models, the optimizers and the third argument of ``initialize``, before it changes anything.
 
 What its other keywords may be is in :mod:`ampcompat.amp.options`.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from typing import Any
@@ -14,10 +15,12 @@ import torch
 from ampcompat import _torch
 from ampcompat._types import HALF_DTYPES, is_optimizer
 from ampcompat.amp._amp_state import view_state
+from ampcompat.amp.half.forward import ModelPolicy
 from ampcompat.amp.half.record import record_of
 from ampcompat.amp.levels import LEVELS
 from ampcompat.amp.scaling.block import open_block_of
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState
+from ampcompat.amp.scaling.groups import model_tensor
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, optimizer_index
 
 
 def refuse_other_level(enabled: object, opt_level: object) -> None:
@@ -46,7 +49,7 @@ def as_models(models: object, opt_level: str, casts_weights: bool) -> list[torch
         casts_weights: Whether the weights are to be cast to half.
     """
     wanted = "a model - models must be a torch.nn.Module, or a list or tuple of them - pass the module itself."
-    given = _as_list(models)
+    given = as_list(models)
     for model in given:
         if not isinstance(model, torch.nn.Module):
             raise _wrong_kind(model, wanted)
@@ -87,7 +90,7 @@ def _refuse_scripted_parts(model: torch.nn.Module, level: str) -> None:
 
 
 def _cast_by_amp(model: torch.nn.Module) -> set[torch.nn.Module]:
-    """The modules in ``model`` that an earlier call of ``initialize`` has cast, and what was added below them since.
+    """The modules in ``model`` that amp has cast before, and what was added below them since.
 
     What is added may be made of half weights: parametrizations of ``torch.nn.utils`` take the weight over.
     """
@@ -103,7 +106,7 @@ def _refuse_unsupported_weights(module: torch.nn.Module, cast_before: bool) -> N
 
     Args:
         module: A part of a model.
-        cast_before: Whether its weights may be half by an earlier call of ``initialize``.
+        cast_before: Whether amp has cast its weights before, which may be half then.
     """
     allows_half: bool = view_state.view["allow_incoming_model_not_fp32"]
     for name, param in module._parameters.items():
@@ -146,7 +149,7 @@ def as_optimizers(optimizers: object) -> list[AmpOptimizer]:
         "an optimizer - optimizers must be a torch.optim.Optimizer (or a wrapper with its methods, as LARC), or a list"
         " or tuple of them - pass the optimizer itself."
     )
-    given = [] if optimizers is None else _as_list(optimizers)
+    given = [] if optimizers is None else as_list(optimizers)
     for optimizer in given:
         if not is_optimizer(optimizer):
             raise _wrong_kind(optimizer, wanted)
@@ -165,7 +168,8 @@ def _refuse_in_block(optimizer: Any) -> None:
 
 
 # -- both --------------------------------------------------------------------------------------------------------------
-def _as_list(given: object) -> list[Any]:
+def as_list(given: object) -> list[Any]:
+    """Return a list or tuple as a list, and anything else as a list of it alone."""
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
@@ -173,3 +177,65 @@ def _wrong_kind(given: object, wanted: str) -> TypeError:
     if isinstance(given, type):
         return TypeError(f"amp.initialize got the class {given.__name__} as {wanted}")
     return TypeError(f"amp.initialize got an object of type {type(given).__name__} as {wanted}")
+
+
+# -- other optimizers, which hold the same tensors ---------------------------------------------------------------------
+def check_other_optimizers(models: list[torch.nn.Module], given: list[AmpOptimizer], policy: ModelPolicy) -> None:
+    """Check the optimizers under amp that are not ``given``, for ``models`` that are to run under ``policy``."""
+    _collect_dropped(models, given)
+    _refuse_to_leave_behind(models, given, policy)
+
+
+def _others_under_amp(given: list[AmpOptimizer]) -> list[AmpOptimizer]:
+    """The optimizers under amp that are not ``given``."""
+    return [other for other in optimizer_index.listed() if not any(other is optimizer for optimizer in given)]
+
+
+def _collect_dropped(models: list[torch.nn.Module], given: list[AmpOptimizer]) -> None:
+    """Collect optimizers that the script has dropped; their bound methods make them reference cycles.
+
+    Otherwise one that shares tensors with ``models`` or with a ``given`` optimizer would be refused, or gradients of
+    these tensors would wait for its step.
+    """
+    held = _ids_in(models).union(*map(_ids_held_by, given))
+    if any(not held.isdisjoint(_ids_held_by(other)) for other in _others_under_amp(given)):
+        gc.collect()
+
+
+def _refuse_to_leave_behind(models: list[torch.nn.Module], given: list[AmpOptimizer], policy: ModelPolicy) -> None:
+    """Refuse to change a model's level without an optimizer under amp that holds its tensors.
+
+    Left behind, it would step half weights without masters, masters of float32 weights, or gradients of an unscaled
+    loss. Optimizers of sessions with the same policy stay where they are, and keep their loss scale.
+    """
+    changed = _ids_in(models)
+    for optimizer in _others_under_amp(given):
+        session = optimizer._amp_stash.session
+        if session.policy.steps_like(policy) or changed.isdisjoint(_ids_held_by(optimizer)):
+            continue
+        before = session.properties.opt_level
+        raise RuntimeError(
+            f"amp.initialize got a model without its {type(optimizer).__name__}, which an earlier call put under amp at"
+            f" {before}, and would {_change_of_level(before, policy.opt_level)} - an optimizer steps weights of the"
+            " level that it was initialized at - pass it too, with all of its models, or drop it (del optimizer) before"
+            " (D32)."
+        )
+
+
+def _change_of_level(before: str, after: str) -> str:
+    """What a call at the level ``after`` does to a model at ``before``; the level of ``enabled=False`` is empty."""
+    if not after:
+        return "take the model out of amp"
+    if after == before:
+        return f"put the model at {after} with other options"
+    return f"put the model at {after}"
+
+
+def _ids_in(models: list[torch.nn.Module]) -> set[int]:
+    """Ids of the parameters of ``models``."""
+    return {id(param) for model in models for part in model.modules() for param in part._parameters.values()}
+
+
+def _ids_held_by(optimizer: AmpOptimizer) -> set[int]:
+    """Ids of the model's tensors that ``optimizer`` holds, or holds the masters of."""
+    return {id(model_tensor(param)) for group in optimizer.param_groups for param in group["params"]}

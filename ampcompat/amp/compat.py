@@ -6,5 +6,5 @@ __all__ = ["filter_attrs"]
 
 
 def filter_attrs(module: object, attrs: Iterable[str]) -> list[str]:
-    """List those of the names ``attrs`` that ``module`` has."""
+    """List the names among ``attrs`` that ``module`` has."""
     return [name for name in attrs if hasattr(module, name)]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
@@ -15,30 +13,19 @@ from ampcompat._log import say, say_once
 from ampcompat._types import HALF_DTYPES, Options
 from ampcompat.amp import arguments
 from ampcompat.amp._amp_state import view_state
-from ampcompat.amp._process_optimizer import AmpOptimizerState
-from ampcompat.amp.adapters import checkpoint_names, ddp, fsdp, wrapped
+from ampcompat.amp.adapters import fsdp, wrapped
 from ampcompat.amp.casts.rules import rules_by_name
-from ampcompat.amp.half.boundary import BoundaryPolicy, replace_policy
-from ampcompat.amp.half.casting import cast_weights
-from ampcompat.amp.half.forward import ModelPolicy
-from ampcompat.amp.half.keep_fp32 import select
-from ampcompat.amp.half.model_class import set_policy
-from ampcompat.amp.half.torch_events import watch_writes
-from ampcompat.amp.handle import AmpHandle, NoOpHandle
+from ampcompat.amp.half.boundary import BoundaryPolicy
+from ampcompat.amp.half.keep_fp32 import select_kept
 from ampcompat.amp.levels import LEVELS
-from ampcompat.amp.misuse import watch_more
 from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.options import check_keywords
 from ampcompat.amp.properties import Properties, read_properties
-from ampcompat.amp.scaling import checkpoint
 from ampcompat.amp.scaling.checkpoint import load_state_dict, state_dict
-from ampcompat.amp.scaling.clearing import watch_modules
-from ampcompat.amp.scaling.groups import follow_groups, model_tensor
-from ampcompat.amp.scaling.optimizer import attach, detach
-from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, optimizer_index, scalers_shown
+from ampcompat.amp.scaling.optimizer_state import optimizer_index
 from ampcompat.amp.scaling.scaler import LossScaler
-from ampcompat.amp.scaling.session import Session, call_state
-from ampcompat.amp.session_casts import begin_casts, release_casts
+from ampcompat.amp.scaling.session import Session
+from ampcompat.amp.session_objects import Objects, take_over
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -99,18 +86,19 @@ def initialize(
     """Put models and optimizers under mixed precision, in place.
 
     The signature is apex's (``apex/amp/frontend.py: initialize``); what apex did not have is by keyword alone. May be
-    called any number of times, for the same or other objects, at any levels: each call owns its models, optimizers and
-    scalers. ``amp._amp_state`` shows the latest call, and the scalers of the latest that has optimizers;
-    ``amp.state_dict()`` has these first, then those of earlier calls whose optimizers are alive. apex allowed one call.
+    called any number of times, for the same or other objects, at any levels: each call begins a session, which owns its
+    models, optimizers and scalers. ``amp._amp_state`` shows the latest session, and the scalers of the latest one that
+    has optimizers; ``amp.state_dict()`` has these first, then the scalers of earlier sessions whose optimizers are
+    alive. apex allowed one call.
 
     Args:
         models: A ``torch.nn.Module`` with float32 weights, not yet wrapped in DDP or DataParallel; or a list of them.
         optimizers: An optimizer, a list of them (possibly empty), or None.
         enabled: False leaves the objects as plain PyTorch has them, and makes every later call on them a no-op. Objects
-            that an earlier call had put under amp are taken out of it: float32 weights with the masters' values, and an
-            optimizer that steps them. (apex left the casts in place and stopped scaling.) Any value is taken by its
-            truth: public scripts pass the level here, ``initialize(model, optimizer, "O1")``, and a line says which
-            level is in force.
+            that were under amp before are taken out of it: float32 weights with the masters' values, and an optimizer
+            that steps them. (apex left the casts in place and stopped scaling.) Any value is taken by its truth: public
+            scripts pass the level here, ``initialize(model, optimizer, "O1")``, and a line says which level is in
+            force.
         opt_level: ``"O0"`` to ``"O3"`` as in apex, ``"O4"`` (O1 in bfloat16) or ``"O5"`` (O2 in bfloat16).
         cast_model_type: Dtype of weights and inputs; False for no cast.
         patch_torch_functions: Cast functions by lists (O1's own).
@@ -166,22 +154,17 @@ def initialize(
             rules_by_name()  # raises for an entry that a script has put on a list of ops
     else:
         session = Session(Properties())
-        objects = _Objects(_models_under_amp(models), arguments.as_optimizers(optimizers))
-        units = _torch.sharded_units(objects.models)
-        objects.changes = fsdp.plan(units, objects.models, session.properties.options)
+        objects = _objects_under_amp(models, optimizers, session.properties)
     if optimizer_index.live:
-        _collect_unused(objects.models, objects.optimizers)
-        _refuse_to_leave(objects.models, objects.optimizers, session.policy)
+        arguments.check_other_optimizers(objects.models, objects.optimizers, session.policy)
     if isinstance(enabled, str):
         _say_what_a_string_enables(enabled, session)
     if enabled and verbosity > 0:
         _print_options(session.properties)
     if objects.has_scripted:
         say("A ScriptModule runs as it was scripted: amp.initialize passed it through without casting it.")
-    _take_over(session, objects)
+    take_over(session, objects)
     if enabled:
-        if session.policy.master_weights:
-            checkpoint_names.install()
         view_state.view["verbosity"] = int(verbosity)
         if observer_state.observers:
             notify("on_initialize")
@@ -189,26 +172,7 @@ def initialize(
 
 
 # -- what a call is given ----------------------------------------------------------------------------------------------
-@dataclass
-class _Objects:
-    """What a call is to change, checked.
-
-    Attributes:
-        models: The models that amp can change: no ScriptModules.
-        optimizers: As given, in a list.
-        kept: Modules in ``models`` that stay float32.
-        changes: What becomes of units of ``fully_shard`` in ``models``.
-        has_scripted: Whether there were ScriptModules among the models.
-    """
-
-    models: Modules
-    optimizers: list[AmpOptimizer]
-    kept: Modules = field(default_factory=list)
-    changes: list[fsdp.Change] = field(default_factory=list)
-    has_scripted: bool = False
-
-
-def _check_objects(models: object, optimizers: object, keep_fp32: object, options: Properties) -> _Objects:
+def _check_objects(models: object, optimizers: object, keep_fp32: object, options: Properties) -> Objects:
     """Check what an enabled call is given against ``options``; raises before anything is changed."""
     units = _torch.sharded_units(models)  # first: checks see the shards
     casts_weights = options.cast_model_type in HALF_DTYPES
@@ -219,85 +183,31 @@ def _check_objects(models: object, optimizers: object, keep_fp32: object, option
         wrapped.check(optimizer_list, options)
     kept: Modules = []
     if keep_fp32 is not None or "AMPCOMPAT_KEEP_FP32" in os.environ:
-        kept = select(given, keep_fp32)
-    changes: list[fsdp.Change] = []
+        kept = select_kept(given, keep_fp32)
+    shard_changes: list[fsdp.Change] = []
     if _torch.has_shards(modules):
-        changes = fsdp.plan(units, modules, options.options, kept)
-    return _Objects(modules, optimizer_list, kept, changes, has_scripted=len(modules) < len(given))
+        shard_changes = fsdp.plan(units, modules, options.options, kept)
+    return Objects(modules, optimizer_list, kept, shard_changes, has_scripted=len(modules) < len(given))
+
+
+def _objects_under_amp(models: object, optimizers: object, disabled: Properties) -> Objects:
+    """Check what a call with ``enabled=False`` is given; return what it takes out of amp."""
+    under_amp = _models_under_amp(models)
+    units = _torch.sharded_units(under_amp)
+    shard_changes = fsdp.plan(units, under_amp, disabled.options)
+    return Objects(under_amp, arguments.as_optimizers(optimizers), shard_changes=shard_changes)
 
 
 def _models_under_amp(models: object) -> Modules:
     """Return the modules in ``models``, and inside of them, that run as models under amp, each once; copies too."""
-    given = models if isinstance(models, (list, tuple)) else [models]
     under_amp: dict[torch.nn.Module, None] = {}
-    for model in given:
+    for model in arguments.as_list(models):
         if isinstance(model, torch.nn.Module):
             for module in _torch.uncompiled(model).modules():
                 policy = module.__dict__.get("_amp_policy")
                 if policy is not None and not isinstance(policy, BoundaryPolicy):
                     under_amp[module] = None
     return list(under_amp)
-
-
-def _collect_unused(models: Modules, given: list[AmpOptimizer]) -> None:
-    """Collect dropped optimizers; their bound methods make them reference cycles.
-
-    Otherwise they would be refused, or shared gradients would wait for their steps.
-    """
-    if _share_with_others(models, given):
-        gc.collect()
-
-
-def _share_with_others(models: Modules, given: list[AmpOptimizer]) -> bool:
-    """Whether an optimizer under amp that is not ``given`` holds a tensor of ``models`` or of a given optimizer."""
-    held = _ids_in(models).union(*map(_ids_held_by, given))
-    others = [other for other in optimizer_index.listed() if not any(other is one for one in given)]
-    return any(not held.isdisjoint(_ids_held_by(other)) for other in others)
-
-
-def _refuse_to_leave(models: Modules, given: list[AmpOptimizer], policy: ModelPolicy) -> None:
-    """Refuse to change a model's level without an optimizer under amp that holds its tensors.
-
-    Left behind, it would step half weights without masters, masters of float32 weights, or gradients of an unscaled
-    loss. Optimizers of calls with the same policy stay where they are, and keep their loss scale.
-    """
-    changed = _ids_in(models)
-    for optimizer in optimizer_index.listed():
-        if not _would_be_left(optimizer, given, policy) or changed.isdisjoint(_ids_held_by(optimizer)):
-            continue
-        before = optimizer._amp_stash.session.properties.opt_level
-        raise RuntimeError(
-            f"amp.initialize got a model without its {type(optimizer).__name__}, which an earlier call put under amp at"
-            f" {before}, and would {_change_of_level(before, policy.opt_level)} - an optimizer steps weights of the"
-            " level that it was initialized at - pass it too, with all of its models, or drop it (del optimizer) before"
-            " (D32)."
-        )
-
-
-def _would_be_left(optimizer: AmpOptimizer, given: list[AmpOptimizer], policy: ModelPolicy) -> bool:
-    """Whether ``optimizer`` is not given to this call, and steps otherwise than optimizers under ``policy`` do."""
-    if any(optimizer is other for other in given):
-        return False
-    return not optimizer._amp_stash.session.policy.steps_like(policy)
-
-
-def _change_of_level(before: str, after: str) -> str:
-    """What a call at the level ``after`` does to a model at ``before``; the level of ``enabled=False`` is empty."""
-    if not after:
-        return "take the model out of amp"
-    if after == before:
-        return f"put the model at {after} with other options"
-    return f"put the model at {after}"
-
-
-def _ids_in(models: Modules) -> set[int]:
-    """Ids of the parameters of ``models``."""
-    return {id(param) for model in models for part in model.modules() for param in part._parameters.values()}
-
-
-def _ids_held_by(optimizer: AmpOptimizer) -> set[int]:
-    """Ids of the model's tensors that ``optimizer`` holds, or holds the masters of."""
-    return {id(model_tensor(param)) for group in optimizer.param_groups for param in group["params"]}
 
 
 # -- what a call says --------------------------------------------------------------------------------------------------
@@ -321,91 +231,3 @@ def _print_options(options: Properties) -> None:
     say("After processing overrides, optimization options are:")
     for name, value in options.options.items():
         say(f"{name:22} : {value}")
-
-
-# -- what a call changes -----------------------------------------------------------------------------------------------
-def _take_over(session: Session, objects: _Objects) -> None:
-    """Change everything that a call changes; the checks have been made.
-
-    What fails here (memory runs out) leaves objects half way. The same call, made again, completes them: each change
-    begins with what it finds. A session that is not enabled takes models and optimizers out of amp, and leaves alone
-    what is not under it.
-    """
-    if objects.changes:
-        fsdp.apply(objects.changes)
-    _cast_models(session, objects)
-    for model in objects.models:
-        set_policy(model, session.policy if session.enabled else None)
-    view = _view_of(session, objects)
-    for optimizer in objects.optimizers:
-        if session.enabled:
-            wrapped.wrap(optimizer)
-            attach(optimizer, session, AmpOptimizerState)
-        else:
-            _release_optimizer(optimizer)
-    follow_groups(looks_at_all=True)
-    if session.enabled:
-        ddp.install()
-        begin_casts(session)
-        if session.policy.master_weights:
-            watch_writes()
-        watch_modules()
-        if session.policy.master_weights or not all(scaler.is_one for scaler in session.scalers):
-            watch_more(len(session.scalers))
-    view_state.view = view
-    call_state.latest = session
-    view_state.find_scalers = scalers_shown
-    if session.enabled:
-        checkpoint.restore_after_initialize()
-    else:
-        release_casts()
-
-
-def _view_of(session: Session, objects: _Objects) -> dict[str, Any]:
-    """Return what ``amp._amp_state`` shows once ``session`` is in force."""
-    view = {**view_state.view, "opt_properties": session.properties}
-    takes_out = bool(objects.models) or any("_amp_stash" in vars(optimizer) for optimizer in objects.optimizers)
-    if session.enabled or takes_out:
-        view["handle"] = AmpHandle(session) if session.policy.casts.enabled else NoOpHandle()
-    return view
-
-
-def _cast_models(session: Session, objects: _Objects) -> None:
-    """Cast the weights of all models, or restore them, and put boundaries around what is kept in float32."""
-    options = session.properties.options
-    policy = session.policy
-    parts = {part: None for model in objects.models for part in model.modules()}
-    if policy.half_dtype is not None:
-        policy.has_parts = _hold_one_another(objects.models)
-    optimizers = [*objects.optimizers, *optimizer_index.listed()]  # one of an earlier call may train this model, too
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    trained = {id(param) for group in groups for param in group["params"]}
-    cast_weights(
-        parts,
-        options["cast_model_type"] or None,
-        keep_fp32={part for module in objects.kept for part in module.modules()},
-        keep_batchnorm_fp32=bool(options["keep_batchnorm_fp32"]),
-        has_masters=policy.master_weights,
-        trained=trained if policy.master_weights else set(),
-    )
-    boundary = BoundaryPolicy.for_modules_of(policy)
-    for part in parts:
-        if part in objects.models:
-            continue
-        before = part.__dict__.get("_amp_policy")
-        is_kept = part in objects.kept
-        if is_kept or isinstance(before, BoundaryPolicy):
-            replace_policy(part, boundary if is_kept else None)
-
-
-def _hold_one_another(models: Modules) -> bool:
-    """Whether one of ``models`` is a part of another."""
-    below = [part for model in models for part in model.modules() if part is not model]
-    return any(model in below for model in models)
-
-
-def _release_optimizer(optimizer: AmpOptimizer) -> None:
-    """Take ``optimizer`` out of amp, if it is under it; ``scale_loss`` does nothing with it from now on."""
-    if "_amp_stash" in vars(optimizer):
-        detach(optimizer)
-    optimizer_index.disabled[optimizer] = None

@@ -23,12 +23,12 @@ __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "master_params", "scale_l
 
 @dataclass(eq=False)
 class AmpHandle:
-    """Serve as ``amp._amp_state.handle`` while functions are cast (``apex/amp/handle.py: AmpHandle``)."""
+    """``amp._amp_state.handle`` while functions are cast (``apex/amp/handle.py: AmpHandle``)."""
 
     _session: Session = DISABLED
 
     def is_active(self) -> bool:
-        """Whether this call's casts are in force."""
+        """Whether the casts of the handle's session are in force."""
         return self._session.policy.casts.enabled and not are_switched_off()
 
     @property
@@ -72,15 +72,15 @@ class AmpHandle:
 
 
 class NoOpHandle(AmpHandle):
-    """Serve as ``amp._amp_state.handle`` after a call that casts no functions: losses stay as they are."""
+    """``amp._amp_state.handle`` of a session that casts no functions: losses stay as they are."""
 
     def is_active(self) -> bool:
-        """Whether casts of an earlier call are in force outside of its models."""
+        """Whether casts of an earlier session are in force outside of its models."""
         return cast_state.ambient is not None and not are_switched_off()
 
 
 class OptimWrapper:
-    """An optimizer that picks its scalers itself: of ``num_loss``, the n-th block of a step gets the n-th.
+    """An optimizer that picks the scalers of its blocks: the n-th since its last step gets the n-th of ``num_loss``.
 
     Its other attributes are the optimizer's. As in apex (``apex/amp/opt.py: OptimWrapper``).
     """
@@ -97,7 +97,7 @@ class OptimWrapper:
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 
-    # Beside ``__getattr__``, for subclasses: ``super().state_dict()`` does not come there.
+    # ``__getattr__`` would find these too, but not where a subclass calls ``super().state_dict()``.
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer."""
         saved: dict[str, Any] = self._optimizer.state_dict()

@@ -1,6 +1,6 @@
 """Errors of torch's own that mixed precision provokes, by their texts, and a hint for each: the rule, and the fix.
 
-The texts are those of torch 2.4 to 2.13; ``tests/tools/explain/test_torch_errors.py`` provokes them.
+torch 2.4 to 2.13 have these texts; ``tests/tools/explain/test_torch_errors.py`` provokes them.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ _HINTS: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
 )
 
 
-#: Kinds of errors that torch raises with these texts. Those of others are never read.
+#: Kinds of errors that torch raises with these texts. No other error is read.
 _KINDS: Final = (RuntimeError, ValueError, TypeError)
-#: Those that a module computing in float32 does not meet.
+#: Hints to errors that a module does not meet in float32.
 _OF_MODULES: Final = (_TOO_LARGE, _WRITE, _NO_KERNEL, _FFT)
 
 

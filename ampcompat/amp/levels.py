@@ -14,7 +14,7 @@ import torch
 from ampcompat._types import HALF_DTYPES
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Level:
     """A row of :data:`LEVELS`: what is printed of a level, and its defaults. None: the option does not apply."""
 
@@ -47,23 +47,59 @@ class Level:
 OPTIONS = tuple(field.name for field in fields(Level) if field.name != "brief")
 #: The levels. Their dtype, what may be overridden in them and the texts about them follow from their rows.
 LEVELS: dict[str, Level] = {
-    "O0": Level("O0:  Pure FP32 training.", torch.float32, False, None, None, False, 1.0),
+    "O0": Level(
+        brief="O0:  Pure FP32 training.",
+        cast_model_type=torch.float32,
+        patch_torch_functions=False,
+        patch_torch_functions_type=None,
+        keep_batchnorm_fp32=None,
+        master_weights=False,
+        loss_scale=1.0,
+    ),
     "O1": Level(
-        "O1:  Insert automatic casts around Pytorch functions and Tensor methods.",
-        *(None, True, torch.float16, None, None, "dynamic"),
+        brief="O1:  Insert automatic casts around Pytorch functions and Tensor methods.",
+        cast_model_type=None,
+        patch_torch_functions=True,
+        patch_torch_functions_type=torch.float16,
+        keep_batchnorm_fp32=None,
+        master_weights=None,
+        loss_scale="dynamic",
     ),
     "O2": Level(
-        "O2:  FP16 training with FP32 batchnorm and FP32 master weights.",
-        *(torch.float16, False, None, True, True, "dynamic"),
+        brief="O2:  FP16 training with FP32 batchnorm and FP32 master weights.",
+        cast_model_type=torch.float16,
+        patch_torch_functions=False,
+        patch_torch_functions_type=None,
+        keep_batchnorm_fp32=True,
+        master_weights=True,
+        loss_scale="dynamic",
     ),
-    "O3": Level("O3:  Pure FP16 training.", torch.float16, False, None, False, False, 1.0),
+    "O3": Level(
+        brief="O3:  Pure FP16 training.",
+        cast_model_type=torch.float16,
+        patch_torch_functions=False,
+        patch_torch_functions_type=None,
+        keep_batchnorm_fp32=False,
+        master_weights=False,
+        loss_scale=1.0,
+    ),
     "O4": Level(
-        "O4:  Insert automatic casts to BFLOAT16 around Pytorch functions and Tensor methods.",
-        *(None, True, torch.bfloat16, None, None, 1.0),
+        brief="O4:  Insert automatic casts to BFLOAT16 around Pytorch functions and Tensor methods.",
+        cast_model_type=None,
+        patch_torch_functions=True,
+        patch_torch_functions_type=torch.bfloat16,
+        keep_batchnorm_fp32=None,
+        master_weights=None,
+        loss_scale=1.0,
     ),
     "O5": Level(
-        "O5:  BFLOAT16 training with FP32 batchnorm and FP32 master weights.",
-        *(torch.bfloat16, False, None, True, True, 1.0),
+        brief="O5:  BFLOAT16 training with FP32 batchnorm and FP32 master weights.",
+        cast_model_type=torch.bfloat16,
+        patch_torch_functions=False,
+        patch_torch_functions_type=None,
+        keep_batchnorm_fp32=True,
+        master_weights=True,
+        loss_scale=1.0,
     ),
 }
 

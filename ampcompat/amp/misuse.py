@@ -67,6 +67,11 @@ class _Gradient(NamedTuple):
     tensor: weakref.ref[torch.Tensor]
     version: int
 
+    @classmethod
+    def of(cls, grad: torch.Tensor) -> _Gradient:
+        """Note ``grad`` as it is now."""
+        return cls(weakref.ref(grad), grad._version)
+
     def is_same_as(self, other: _Gradient | None) -> bool:
         """Whether both are one gradient at one version."""
         return other is not None and self.tensor() is other.tensor() and self.version == other.version
@@ -76,12 +81,8 @@ class _Gradient(NamedTuple):
         return _torch.tensor_of(self.tensor) is grad and grad._version == self.version
 
 
-def _noted(grad: torch.Tensor) -> _Gradient:
-    return _Gradient(weakref.ref(grad), grad._version)
-
-
 def watch_more(losses: int) -> None:
-    """Watch the next blocks, for ``losses`` losses of a call of ``initialize``."""
+    """Watch the next blocks, for the ``losses`` losses of a session."""
     watch = next((observer for observer in observer_state.observers if isinstance(observer, Watch)), None)
     if watch is None:
         watch = Watch()
@@ -110,11 +111,11 @@ class Watch:
         self._passes: weakref.WeakKeyDictionary[Block, list[torch.Tensor]] = weakref.WeakKeyDictionary()
         # Optimizers that had a block since their last step.
         self._had_block: weakref.WeakSet[AmpOptimizer] = weakref.WeakSet()
-        # Half gradients: as blocks have left them, and those that the last step has found.
+        # Half gradients: as blocks have left them, and as the last step has found them.
         self._left: weakref.WeakKeyDictionary[Master, _Gradient] = weakref.WeakKeyDictionary()
         self._used: weakref.WeakKeyDictionary[Master, weakref.ref[torch.Tensor]] = weakref.WeakKeyDictionary()
-        # Optimizers that have stepped, and that amp does not know; and the gradients of their tensors, by the id of the
-        # tensor: as they were before an open block, and those that the last block has left scaled.
+        # Optimizers that have stepped, and that amp does not know; and gradients of their tensors, by the id of the
+        # tensor: all gradients from before an open block, and the gradients that the last block has left scaled.
         self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()
         self._before: weakref.WeakKeyDictionary[Block, dict[int, _Gradient]] = weakref.WeakKeyDictionary()
         self._scaled: dict[int, _Gradient] = {}
@@ -148,13 +149,14 @@ class Watch:
         self.blocks_left = max(self.blocks_left - 1, 0)
         passes = self._passes.pop(block, None)
         got_none = passes is not None and not passes
-        is_harmless = block.scale is None and block.has_gradients  # those of the loss itself, at a scale of one
+        # At a scale of 1, a backward pass of the loss itself gives the same gradients.
+        is_harmless = block.scale is None and block.has_gradients
         if got_none and not has_failed and not is_harmless:
             warn_once("unscaled loss in a block", _UNSCALED_LOSS)
         self._had_block.update(block.optimizers)
         for master in block.leaves.masters:
             if master.grad_shown and master.half.grad is not None:
-                self._left[master] = _noted(master.half.grad)
+                self._left[master] = _Gradient.of(master.half.grad)
         before = self._before.pop(block, {})
         if self._unknown and block.scale is not None:
             now = self._gradients_of_unknown()
@@ -179,11 +181,12 @@ class Watch:
 
     def _are_of_no_block(self, with_gradients: dict[Master, torch.Tensor]) -> bool:
         """Whether half gradients are new since the last step, and no master has one; the first stands for all."""
-        for master, grad in with_gradients.items():
-            used = self._used.get(master)
-            is_new = used is None or _torch.tensor_of(used) is not grad
-            return is_new and master.value.grad is None
-        return False
+        if not with_gradients:
+            return False
+        master, grad = next(iter(with_gradients.items()))
+        used = self._used.get(master)
+        is_new = used is None or _torch.tensor_of(used) is not grad
+        return is_new and master.value.grad is None
 
     def _look_at_half_gradients(self, masters: Iterable[Master]) -> None:
         """Warn where half gradients are others than their block has left, and forget them.
@@ -220,11 +223,15 @@ class Watch:
 
     def _gradients_of_unknown(self) -> dict[int, _Gradient]:
         """The gradients of tensors that unknown optimizers hold, and no other does."""
-        params = [param for optimizer in self._unknown for group in optimizer.param_groups for param in group["params"]]
         stashes = [optimizer._amp_stash for optimizer in optimizer_index.listed()]
         known = {id(param) for stash in stashes for param in stash.leaves.masterless}
         known.update(id(master.value) for stash in stashes for master in stash.leaves.masters)
-        return {id(param): _noted(param.grad) for param in params if param.grad is not None and id(param) not in known}
+        gradients: dict[int, _Gradient] = {}
+        for optimizer in self._unknown:
+            for param in (param for group in optimizer.param_groups for param in group["params"]):
+                if param.grad is not None and id(param) not in known:
+                    gradients[id(param)] = _Gradient.of(param.grad)
+        return gradients
 
 
 def _is_zeroed(master: Master) -> bool:

@@ -31,7 +31,7 @@ class ObserverState(Part):
     """The tools that watch this process.
 
     Attributes:
-        observers: Those that are called with losses, gradients and steps, in this order.
+        observers: The observers in force, in the order in which they are called.
     """
 
     observers: list[Any] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The options in force for one call of ``initialize``: its level, overridden by keywords and by the environment."""
+"""The options in force for one session: its level, overridden by keywords and by the environment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DTYPE_NAMES = {name: dtype for dtype, row in HALF.items() for name in row.names
 
 
 class Properties:
-    """The options in force for one ``initialize`` call, readable as attributes and as the dict ``options``.
+    """The options in force for one session, readable as attributes and as the dict ``options``.
 
     apex let scripts construct it without arguments and read ``enabled``, ``opt_level`` and the table's options.
     """
@@ -44,16 +44,27 @@ class Properties:
 
 
 def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple[Properties, torch.dtype]:
-    """Read the options of a call: those of its level, overridden by keywords and by the environment.
+    """Return the options of a session, and its half dtype: by its level, its keywords and the environment.
 
     ``AMPCOMPAT_OPT_LEVEL`` and ``AMPCOMPAT_DTYPE`` change a script from outside, and a message says so. A keyword that
-    the level of the environment does not allow is dropped. Returns also the half dtype in force.
+    the level of the environment does not allow is dropped.
     """
     level_from_env = os.environ.get("AMPCOMPAT_OPT_LEVEL") or None
     level = _checked_level(opt_level) if level_from_env is None else _checked_level(level_from_env, from_env=True)
     dtype_from_env = _dtype_from_env()
     accepted = _accepted_overrides(level, overrides, drops_refused=level_from_env is not None)
     half_dtype = dtype_from_env or _overriding_dtype(accepted) or LEVELS[level].half_dtype
+    properties = Properties()
+    properties.options.update({"enabled": True, "opt_level": level, **_options(level, accepted, half_dtype)})
+    if level_from_env and level_from_env != opt_level:
+        say(f"AMPCOMPAT_OPT_LEVEL={level_from_env} overrides the script's opt_level={opt_level!r}.")
+    if dtype_from_env is not None:
+        say(f"AMPCOMPAT_DTYPE: the half dtype is {dtype_from_env}.")
+    return properties, half_dtype
+
+
+def _options(level: str, accepted: Mapping[str, Any], half_dtype: torch.dtype) -> dict[str, Any]:
+    """The options of ``level``, in ``half_dtype``, with the overrides that were ``accepted``."""
     options = {**LEVELS[level].options, **accepted}
     if options["cast_model_type"] in HALF_DTYPES:
         options["cast_model_type"] = half_dtype
@@ -63,13 +74,7 @@ def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple
     has_nothing_to_scale = level_may_scale and HALF[half_dtype].has_range_of_float32
     if has_nothing_to_scale and "loss_scale" not in accepted:
         options["loss_scale"] = 1.0
-    properties = Properties()
-    properties.options.update({"enabled": True, "opt_level": level, **options})
-    if level_from_env and level_from_env != opt_level:
-        say(f"AMPCOMPAT_OPT_LEVEL={level_from_env} overrides the script's opt_level={opt_level!r}.")
-    if dtype_from_env is not None:
-        say(f"AMPCOMPAT_DTYPE: the half dtype is {dtype_from_env}.")
-    return properties, half_dtype
+    return options
 
 
 def _checked_level(level: object, from_env: bool = False) -> str:
@@ -96,7 +101,7 @@ def _dtype_from_env() -> torch.dtype | None:
 
 
 def _accepted_overrides(level: str, overrides: Mapping[str, object], drops_refused: bool) -> dict[str, Any]:
-    """Check ``overrides``; returns those that change something.
+    """Check ``overrides``, and return the ones that change something.
 
     Args:
         level: The level in force.

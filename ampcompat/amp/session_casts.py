@@ -1,6 +1,6 @@
-"""The casts of one call of ``initialize`` or ``amp.init``: begun and ended.
+"""The casts of one session: begun and ended.
 
-A :class:`~ampcompat.amp.scaling.session.Session` says what the call wants; here torch is told.
+A :class:`~ampcompat.amp.scaling.session.Session` says which casts it wants; here torch is told.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat.amp.casts import cpu_convolution
 from ampcompat.amp.casts.ambience import (
+    casting_sessions,
     install_casting,
-    policies_in_force,
-    sessions_in_force,
+    live_policies,
     set_ambient,
     uninstall_casting,
 )
@@ -30,11 +30,12 @@ def begin_casts(session: Session) -> None:
         for device_type in held - session.device_types:
             _warn_of_no_autocast(session, device_type)
         install_casting(session.device_types)
-        session.has_models = session.policy in policies_in_force()
+        session.has_models = session.policy in live_policies()
         _come_into_force(session)
     elif session.policy.half_dtype is not None and "cpu" in session.device_types:
-        cpu_convolution.acquire()
-    _uninstall_if_unused()  # first, because it forgets the device types: this call may have changed the last O1 model
+        cpu_convolution.install()
+    # First, because it forgets the device types: the last model at O1 may be at another level now.
+    _uninstall_if_unused()
     of_init = [other.device_types for other in cast_state.sessions if not other.has_models]
     set_ambient(session.device_types.union(*of_init))
 
@@ -54,8 +55,8 @@ def begin_casts_of_init(session: Session) -> None:
 
 
 def _come_into_force(session: Session) -> None:
-    """Make ``session`` the latest of the calls that cast functions, and forget those whose models are gone."""
-    cast_state.sessions = [*(other for other in sessions_in_force() if other is not session), session]
+    """Make ``session`` the latest that casts functions, and forget sessions whose models are gone."""
+    cast_state.sessions = [*(other for other in casting_sessions() if other is not session), session]
 
 
 def _warn_of_no_autocast(session: Session, device_type: str) -> None:
@@ -71,17 +72,17 @@ def end_casts(session: Session) -> None:
     """Take the casts of ``session`` back (``handle._deactivate()``)."""
     for policy in session.casting_policies:
         policy.casts = policy.casts._replace(enabled=False)
-    release_casts()
+    renew_ambient_casts()
 
 
-def release_casts() -> None:
-    """Make the casts of the latest call that still casts the ambient ones; without any, take all patches off torch."""
+def renew_ambient_casts() -> None:
+    """Make the casts of the latest session that still casts ambient; without one, take all patches off torch."""
     _uninstall_if_unused()
     set_ambient(cast_state.device_types)
 
 
 def _uninstall_if_unused() -> None:
     """Take all patches off torch if no model and no ``amp.init`` casts functions any more."""
-    policies = [*policies_in_force(), *(session.policy for session in sessions_in_force())]
+    policies = [*live_policies(), *(session.policy for session in casting_sessions())]
     if not any(policy.casts.enabled for policy in policies):
         uninstall_casting()

@@ -16,7 +16,7 @@ def is_nested(x: object) -> bool:
 
 
 def is_fp_tensor(x: Any) -> bool:
-    """Whether ``x`` is a floating tensor, or nothing but such in a list or tuple."""
+    """Whether ``x`` is a floating tensor, or a list or tuple of nothing else."""
     if is_nested(x):
         return all(map(is_fp_tensor, x))
     return isinstance(x, torch.Tensor) and x.is_floating_point()

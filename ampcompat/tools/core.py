@@ -35,13 +35,13 @@ from ampcompat.amp.observers import observing as observing
 from ampcompat.amp.scaling import optimizer as _optimizer
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, optimizer_index
 from ampcompat.amp.scaling.scaler import LossScaler as LossScaler
-from ampcompat.amp.scaling.session import call_state
+from ampcompat.amp.scaling.session import session_state
 
 Optimizer: TypeAlias = AmpOptimizer
 
 
-# -- the latest call of initialize -------------------------------------------------------------------------------------
-class LatestCall(NamedTuple):
+# -- the latest session ------------------------------------------------------------------------------------------------
+class LatestSession(NamedTuple):
     """What the latest ``initialize`` was asked for.
 
     Attributes:
@@ -55,14 +55,14 @@ class LatestCall(NamedTuple):
     half_dtype: torch.dtype | None
 
 
-def latest_call() -> LatestCall | None:
+def latest_session() -> LatestSession | None:
     """What the latest ``initialize`` was asked for; None before the first."""
-    latest = call_state.latest
+    latest = session_state.latest
     if latest is None:
         return None
     policy = latest.policy
     is_half = latest.enabled and (policy.half_dtype is not None or policy.casts.enabled)
-    return LatestCall(latest.enabled, policy.opt_level, latest.half_dtype if is_half else None)
+    return LatestSession(latest.enabled, policy.opt_level, latest.half_dtype if is_half else None)
 
 
 def live_models() -> list[torch.nn.Module]:
@@ -93,7 +93,7 @@ def at_reset(undo: Callable[[], object]) -> None:
 
 
 def reset() -> None:
-    """Undo what amp has changed, and forget every call of ``initialize``."""
+    """Undo what amp has changed, and forget every session."""
     state.reset()
 
 
@@ -133,8 +133,8 @@ def has_warned_of(mistake: str) -> bool:
     return mistake in state.warned
 
 
-def steps_of_call(optimizer: Optimizer) -> int:
-    """The steps so far of all optimizers of the call of ``initialize`` that owns ``optimizer``."""
+def steps_of_session(optimizer: Optimizer) -> int:
+    """The steps so far of all optimizers in the session of ``optimizer``."""
     steps: int = optimizer._amp_stash.session.steps
     return steps
 

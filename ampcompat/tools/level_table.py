@@ -6,7 +6,6 @@ The check does without torch, and so does the command line, which imports nothin
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +14,7 @@ TABLE = Path(__file__).parents[1] / "amp" / "levels.py"
 
 @dataclass(frozen=True)
 class Level:
-    """Hold what the check asks of a level.
+    """What the check asks of a level.
 
     Attributes:
         weights: The dtype that the weights are cast to, as ``"float16"``; "" where they are not cast.
@@ -33,35 +32,14 @@ class Level:
 def read_levels(code: str) -> dict[str, Level]:
     """The levels of ``LEVELS`` in the source of ``ampcompat/amp/levels.py``, by name."""
     tree = ast.parse(code)
-    fields = [name for node in tree.body if isinstance(node, ast.ClassDef) for name in _fields(node)]
     assigned = [node for node in tree.body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "LEVELS"]
     (table,) = [node.value for node in assigned if isinstance(node.value, ast.Dict)]
     levels = {}
     for name, row in zip(table.keys, table.values, strict=True):
         if isinstance(name, ast.Constant) and isinstance(row, ast.Call):
-            levels[str(name.value)] = _level(_cells(row, fields))
+            cells = {keyword.arg: _value(keyword.value) for keyword in row.keywords if keyword.arg is not None}
+            levels[str(name.value)] = _level(cells)
     return levels
-
-
-def _fields(node: ast.ClassDef) -> Iterator[str]:
-    """The fields of the class of a row, in their order."""
-    if node.name == "Level":
-        for statement in node.body:
-            if isinstance(statement, ast.AnnAssign):
-                yield ast.unparse(statement.target)
-
-
-def _cells(row: ast.Call, fields: list[str]) -> dict[str, object]:
-    """The cells of a row by the names of their fields."""
-    positional: list[ast.expr] = []
-    for argument in row.args:
-        if isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Tuple):
-            positional += argument.value.elts
-        else:
-            positional.append(argument)
-    cells = dict(zip(fields, positional, strict=False))
-    cells |= {keyword.arg: keyword.value for keyword in row.keywords if keyword.arg is not None}
-    return {name: _value(cell) for name, cell in cells.items()}
 
 
 def _value(cell: ast.expr) -> object:

@@ -65,7 +65,7 @@ def on_step(callback: Callable[[StepRecord], object]) -> StepHandle:
 
     def call_for_each_scaler(step: Step) -> None:
         for one in step.scales:
-            callback(StepRecord(step.step_of_call, one.loss_id, one.scale, step.skipped, one.clean_passes))
+            callback(StepRecord(step.step_of_session, one.loss_id, one.scale, step.skipped, one.clean_passes))
 
     recorder = Recorder(call_for_each_scaler)
     observers().append(recorder)

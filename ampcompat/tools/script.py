@@ -40,9 +40,9 @@ def why_amp_is_unused() -> str:
     """Why nothing that ran in this process was under amp, in words; "" where something may have been."""
     if "ampcompat.amp" not in sys.modules:
         return "the script never called amp.initialize"
-    from ampcompat.tools.core import latest_call
+    from ampcompat.tools.core import latest_session
 
-    latest = latest_call()
+    latest = latest_session()
     if latest is None:
         return "the script never called amp.initialize"
     return "" if latest.enabled else "the script called amp.initialize with enabled=False"

@@ -97,7 +97,7 @@ def _with_masters(case, model, x, y, float32_sums):
     if case.device == "cpu":
         from ampcompat.amp.casts import cpu_convolution
 
-        cpu_convolution.acquire()  # torch's own half convolutions take up to ten times as long: loops are compared here
+        cpu_convolution.install()  # torch's own half convolutions take up to ten times as long: loops are compared here
     model.to(case.dtype)
     for module in model.modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):

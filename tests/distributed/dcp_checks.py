@@ -115,7 +115,7 @@ def asking_changes_nothing(level: str) -> None:
     assert equal(*results)
 
 
-def scales_of_latest_call() -> Any:
+def scales_of_latest_session() -> Any:
     """What ``amp.state_dict`` has of it: the runs that a check compares are calls of one process."""
     return {"loss_scaler0": amp.state_dict()["loss_scaler0"]}
 
@@ -137,7 +137,7 @@ def saved_by_two_and_loaded(level: str) -> None:
     want_state, scale = moments(optimizer), amp.state_dict()
 
     def check(model: Any, other: Any, **options: Any) -> None:
-        saved = {**states(model, other), "amp": scales_of_latest_call()}
+        saved = {**states(model, other), "amp": scales_of_latest_session()}
         dcp.load(saved, checkpoint_id=where, **options)
         load(model, other, saved)
         inner = getattr(model, "module", model)
@@ -155,7 +155,7 @@ def saved_by_two_and_loaded(level: str) -> None:
     load(other, its_optimizer, states(run, optimizer, full_state_dict=True), full_state_dict=True)
     assert equal(moments(its_optimizer), want_state)
     resumed, resumed_optimizer = made(level, seed=11)
-    saved = {**states(resumed, resumed_optimizer), "amp": scales_of_latest_call()}
+    saved = {**states(resumed, resumed_optimizer), "amp": scales_of_latest_session()}
     dcp.load(saved, checkpoint_id=where)
     load(resumed, resumed_optimizer, saved)
     again = DistributedDataParallel(run.module)  # both lay out their buckets anew

@@ -74,6 +74,37 @@ class Run:
         return value
 
 
+def test_the_life_of_a_master_in_numbers():
+    """The first table at the head of ``ampcompat/amp/half/masters.py``."""
+    model = torch.nn.Linear(2, 1, bias=False)
+    weight = model.weight
+    with torch.no_grad():
+        weight.copy_(torch.tensor([1.0003, 3.0]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+
+    def copies():
+        held = optimizer.param_groups[0]["params"][0]
+        return [[round(element, 4) for element in copy_of.flatten().tolist()] for copy_of in (weight, held)]
+
+    def step(gradient):
+        with amp.scale_loss((weight.float() * gradient).sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert copies() == [[1.0, 3.0], [1.0003, 3.0]]
+    step(torch.tensor([-0.0004, 0.0]))
+    assert copies() == [[1.001, 3.0], [1.0007, 3.0]]
+    with torch.no_grad():
+        weight[0, 1] = 0.5
+    assert copies() == [[1.001, 0.5], [1.0007, 3.0]]
+    model(torch.ones(1, 2))
+    assert copies() == [[1.001, 0.5], [1.0007, 3.0]]
+    step(torch.zeros(2))
+    assert copies() == [[1.001, 0.5], [1.0007, 0.5]]
+
+
 def initialized(level):
     run = Run(level)
     run.copies_are(run.exact)
@@ -179,9 +210,8 @@ def half_written_past_torch(level):
     run.model.weight.data.view(torch.int16).numpy()[0] = ROW.to(run.dtype).view(torch.int16).numpy()
     run.forward()
     run.copies_are(run.exact, half=run.taken(ROW).to(run.dtype))
-    assert amp.sync_masters(run.model) == 1
+    amp.sync_masters(run.model)
     run.copies_are(run.taken(ROW))
-    assert amp.sync_masters(run.model) == 0
     run.model.weight.data.view(torch.int16).numpy()[0] = 0
     run.step(torch.zeros(2, 4))
     run.copies_are(run.taken(ROW))

@@ -18,7 +18,7 @@ def casts_on(device_type=None, dtype=torch.float16, cache=False):
     device_type = device_type or here()
     flags = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     cached = torch.is_autocast_cache_enabled()
-    installation.acquire([device_type])
+    installation.install([device_type])
     torch.set_autocast_enabled(device_type, True)
     torch.set_autocast_dtype(device_type, dtype)
     torch.set_autocast_cache_enabled(cache)
@@ -29,7 +29,7 @@ def casts_on(device_type=None, dtype=torch.float16, cache=False):
         torch.set_autocast_dtype(device_type, flags[1])
         torch.set_autocast_cache_enabled(cached)
         torch.clear_autocast_cache()
-        installation.release()
+        installation.uninstall()
 
 
 @contextmanager

@@ -27,7 +27,8 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("adapters", "misuse"),
     ("_process_optimizer", "session_casts"),
     ("_initialize", "arguments", "compat", "handle", "rnn_compat", "scaler", "utils"),
-    ("frontend", "opt", "__version__"),
+    ("session_objects", "opt", "__version__"),
+    ("frontend",),
     ("amp",),
     ("__init__",),
 )

@@ -11,9 +11,33 @@ from ampcompat.tools.parity.levels import read_levels
 from ampcompat.tools.selftest.check import check
 
 ROWS = {
-    "O6": Level("O6:  FP16 weights and norms, with FP32 masters.", torch.half, False, None, False, True, 128.0),
-    "O7": Level("O7:  Casts of functions to BFLOAT16.", None, True, torch.bfloat16, None, None, "dynamic"),
-    "O8": Level("O8:  FP32 with a dynamic scale.", torch.float32, False, None, None, False, "dynamic"),
+    "O6": Level(
+        brief="O6:  FP16 weights and norms, with FP32 masters.",
+        cast_model_type=torch.half,
+        patch_torch_functions=False,
+        patch_torch_functions_type=None,
+        keep_batchnorm_fp32=False,
+        master_weights=True,
+        loss_scale=128.0,
+    ),
+    "O7": Level(
+        brief="O7:  Casts of functions to BFLOAT16.",
+        cast_model_type=None,
+        patch_torch_functions=True,
+        patch_torch_functions_type=torch.bfloat16,
+        keep_batchnorm_fp32=None,
+        master_weights=None,
+        loss_scale="dynamic",
+    ),
+    "O8": Level(
+        brief="O8:  FP32 with a dynamic scale.",
+        cast_model_type=torch.float32,
+        patch_torch_functions=False,
+        patch_torch_functions_type=None,
+        keep_batchnorm_fp32=None,
+        master_weights=False,
+        loss_scale="dynamic",
+    ),
 }
 RUNS_IN = {"O6": torch.float16, "O7": torch.bfloat16, "O8": torch.float32}
 

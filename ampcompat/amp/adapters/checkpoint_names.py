@@ -1,7 +1,7 @@
 """Masters by the names of their half weights, for ``torch.distributed.checkpoint``.
 
 Its ``get_state_dict`` and ``set_state_dict`` name what an optimizer holds by looking for it among the model's
-parameters. Masters are none of these. While torch saves or loads the state of optimizers, each master stands in the
+parameters. Masters are not among these. While torch saves or loads the state of optimizers, each master stands in the
 place of its half weight, so that a checkpoint has the names that it would have without amp, and float32 state. A script
 without a process group imports that module before ``initialize``. apex had no such checkpoints.
 """
@@ -22,7 +22,7 @@ from ampcompat.amp.scaling.optimizer_state import OptimizerState
 
 
 def install() -> None:
-    """Have ``torch.distributed.checkpoint``, where a script uses it, find masters from now on."""
+    """Let ``torch.distributed.checkpoint``, where a script uses it, find masters from now on."""
     if _torch.has_distributed_checkpoint():
         state.patch_once(_torch.patch_distributed_checkpoint, _masters_named)
 

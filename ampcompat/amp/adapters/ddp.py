@@ -1,8 +1,8 @@
 """Keep masters and gradients right under ``DistributedDataParallel``.
 
 Its constructor broadcasts rank 0's weights: half ones at O2. Masters must become rank 0's as well, low bits included,
-or ranks that started from different seeds drift apart. Under ``no_sync``, gradients are those of one rank until a later
-backward pass averages them.
+or ranks that started from different seeds drift apart. Under ``no_sync``, each rank keeps its own gradients until a
+later backward pass averages them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def install() -> None:
 
 
 def record(wrapper: Any) -> None:
-    """Know ``wrapper``, a DDP of torch or of ours, if it was made after the first ``initialize``."""
+    """Record ``wrapper``, a DDP of torch or of ours, if it was made after the first ``initialize``."""
     if ddp_index.wrappers is None:
         return
     ddp_index.wrappers.add(wrapper)
@@ -61,9 +61,10 @@ def record(wrapper: Any) -> None:
 
 
 def broadcast_masters(module: torch.nn.Module, group: Any, ignored: set[str], rank: int = 0) -> None:
-    """Give every rank the masters of ``rank`` of ``group``, of the half parameters in ``module`` that optimizers hold.
+    """Give every rank in ``group`` the masters that ``rank`` has of parameters in ``module`` that optimizers hold.
 
-    Every rank has these. Rank 0 may have more, which it has saved: they follow their half weights, as after any write.
+    Every rank has these masters. Rank 0 may have more, made by a save: they follow their half weights, as after any
+    write.
     """
     source = dist.get_global_rank(group, rank)
     held = {id(master) for optimizer in optimizer_index.listed() for master in optimizer._amp_stash.leaves.masters}

@@ -1,8 +1,8 @@
 """Models that ``fully_shard`` (FSDP2) has sharded before ``initialize``, at levels that cast weights.
 
 FSDP2 keeps every parameter as float32 shards, which the optimizer steps, and gathers them in another dtype for forward
-and backward. The shards *are* float32 masters. So amp makes none of its own: it has each unit of ``fully_shard`` gather
-in half, and casts buffers, inputs and outputs as for any other model. ``model.parameters()`` is float32.
+and backward. The shards *are* float32 masters. So amp makes none of its own: it tells each unit of ``fully_shard`` to
+gather in half, and casts buffers, inputs and outputs as for any other model. ``model.parameters()`` is float32.
 
 Each rank finds the overflows of its own shards alone, so that the ranks tell each other before any of them decides.
 apex had no support for it.
@@ -44,7 +44,7 @@ shard_index = state.add(ShardIndex())
 
 
 class Change(NamedTuple):
-    """What one unit of ``fully_shard`` computes by, from this call of ``initialize`` on."""
+    """What one unit of ``fully_shard`` computes by, from this session on."""
 
     unit: _torch.ShardedUnit
     policy: Any
@@ -60,7 +60,7 @@ def plan(
 
     Args:
         units: What ``fully_shard`` made of ``models``.
-        models: The models of a call of ``initialize``.
+        models: The models of a session.
         options: Its options; without a half ``cast_model_type`` units compute as ``fully_shard`` was told to.
         kept: The modules that ``keep_fp32`` names.
     """

@@ -103,7 +103,7 @@ def _noting_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _step_as_outer(outer_ref: weakref.ref[AmpOptimizer], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``original``, the step of an inner optimizer, to step the outer one when it is called past that."""
+    """Wrap ``original``, the step of an inner optimizer, to step the outer one when a script calls it directly."""
 
     @functools.wraps(getattr(original, "__func__", original))
     def wrapper(self: Any, *args: object, **kwargs: object) -> object:

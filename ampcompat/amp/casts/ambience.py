@@ -1,22 +1,22 @@
 """Decide where casts are on: the ambient autocast of a process and what takes precedence over it.
 
-========================================================  ====================================================
+========================================================  =======================================================
 code (the first match wins)                               casts
-========================================================  ====================================================
+========================================================  =======================================================
 device types that hold no params of an initialized model  off
 a user's own ``torch.autocast`` region                    the user's
 ``disable_casts()``                                       off
 Python ``autograd.Function`` backward bodies              the casts of the forward
 the autograd engine                                       off
 ``optimizer.step``                                        off; inside its closure as outside
-the forward of an initialized model                       the casts of the call that owns it, in any thread
-anywhere else in the thread that called ``initialize``    the casts of the latest call at O1 or O4 ("ambient")
-========================================================  ====================================================
+the forward of an initialized model                       the casts of its session, in any thread
+anywhere else in the thread that called ``initialize``    the casts of the latest session at O1 or O4 ("ambient")
+========================================================  =======================================================
 
 The contexts that change casts for a time are in :mod:`.contexts`. Ambient code runs without autocast's weight
 cache: it has no end at which the cache could be dropped.
 
-While any call casts functions, three places of torch are patched, all with undo: the autograd engine, which must run
+While any session casts functions, three places of torch are patched, all with undo: the autograd engine, which must run
 with casts off (a float32 region's gradients would be halved by C++ backward formulas otherwise); bodies of Python
 ``autograd.Function``s inside it, which get the casts of their forward again (old custom functions multiply half by
 float); and ``torch.autocast`` regions, which are counted, so that forwards inside them leave casts to the user. apex
@@ -40,7 +40,7 @@ from ampcompat._state import state
 from ampcompat.amp.casts import cpu_convolution, installation
 from ampcompat.amp.casts.contexts import (
     OFF,
-    Call,
+    CastingSession,
     Casts,
     CastsOff,
     Policy,
@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 # -- ambient casts -----------------------------------------------------------------------------------------------------
 def set_ambient(device_types: Iterable[str]) -> None:
-    """Make the casts of the latest call the ambient ones of this thread, on ``device_types`` and no others."""
+    """Make the casts of the latest session the ambient ones of this thread, on ``device_types`` and no others."""
     latest = _latest_casts()
     wanted = tuple(sorted(set(device_types)))
     if cast_state.original is None and latest.enabled:
@@ -72,18 +72,18 @@ def set_ambient(device_types: Iterable[str]) -> None:
 
 
 def _latest_casts() -> Casts:
-    """Return the casts of the latest call in force that was not undone."""
-    enabled = [session.policy.casts for session in sessions_in_force() if session.policy.casts.enabled]
+    """Return the casts of the latest session in force that was not undone."""
+    enabled = [session.policy.casts for session in casting_sessions() if session.policy.casts.enabled]
     return enabled[-1] if enabled else OFF
 
 
-def sessions_in_force() -> list[Call]:
-    """List the calls that cast functions, the latest last: without models, or with one that is alive."""
-    policies = policies_in_force()
+def casting_sessions() -> list[CastingSession]:
+    """List the sessions that cast functions, the latest last: without models, or with one that is alive."""
+    policies = live_policies()
     return [session for session in cast_state.sessions if session.policy in policies or not session.has_models]
 
 
-def policies_in_force() -> list[Policy]:
+def live_policies() -> list[Policy]:
     """List the policies of all models that are alive, each once."""
     policies = [model.__dict__.get("_amp_policy") for model in cast_state.models]
     return list(dict.fromkeys(policy for policy in policies if policy is not None))
@@ -97,7 +97,7 @@ def end_casts_with(model: torch.nn.Module) -> None:
 
 
 def model_collected() -> None:
-    """End the ambient casts with the last model whose call cast functions.
+    """End the ambient casts with the last model whose session cast functions.
 
     The garbage collector may call this at any time and in any thread. Where something else is in force, the next block
     or the end of a region brings torch's state in line. While the compiler traces, nothing may change, neither
@@ -124,8 +124,8 @@ def _state_outside_of_regions() -> Saved:
     return Saved(tuple(devices), cache=True)
 
 
-def follow_ambient_casts() -> None:
-    """As :func:`apply_ambient_casts`, where a look at the first device type tells that they are not in force."""
+def ensure_ambient_casts() -> None:
+    """Set the ambient casts again where a look at the first device type tells that they are not in force."""
     device_types = cast_state.device_types
     if device_types and torch.is_autocast_enabled(device_types[0]) != (cast_state.ambient is not None):
         apply_ambient_casts()
@@ -167,10 +167,10 @@ def install_casting(device_types: Iterable[str]) -> None:
     device_types = list(device_types)
     if cast_state.patches is None:
         _patch_torch()
-    installation.acquire(device_types)
+    installation.install(device_types)
     installation.wrap_registered()
     if "cpu" in device_types:
-        cpu_convolution.acquire()
+        cpu_convolution.install()
 
 
 def _patch_torch() -> None:
@@ -196,10 +196,10 @@ def uninstall_casting() -> None:
     cast_state.device_types = ()
     cast_state.patches = None
     cast_state.undo_registered.close()
-    installation.release()
-    has_half_models = any(policy.half_dtype for policy in policies_in_force())
+    installation.uninstall()
+    has_half_models = any(policy.half_dtype for policy in live_policies())
     if not has_half_models:
-        cpu_convolution.release()
+        cpu_convolution.uninstall()
 
 
 def _without_casts(engine: Callable[..., T]) -> Callable[..., T]:

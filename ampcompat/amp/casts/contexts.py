@@ -11,8 +11,8 @@ Autocast's weight cache is fatal when it outlives its use (weights never update)
 of a model that casts functions, and dropped at its exit: kept over the forwards of an iteration, it would save two
 thirds of the casts of a critic that runs three times, and hide what is written through ``.data`` between them.
 
-Compiled forwards see none of this module's state. A message to them travels in the flag of that cache, which has no
-effect while casts are off: whether forwards stay without casts, too. The last section has both ends of that channel.
+Compiled forwards see none of this module's state. Whether they are to stay without casts, too, they read from the flag
+of that cache, which has no other effect while casts are off: see the last section.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Policy(Protocol):
     half_dtype: torch.dtype | None  # what weights were cast to
 
 
-class Call(Protocol):
-    """What casting needs from a call of ``initialize`` or ``amp.init``."""
+class CastingSession(Protocol):
+    """What casting needs from a session."""
 
     has_models: bool
     device_types: set[str]
@@ -131,10 +131,9 @@ class CastState(Part):
     """The ambient casts of the process (see :mod:`ampcompat.amp.casts.ambience`).
 
     Attributes:
-        sessions: Calls of ``initialize`` and ``amp.init`` that cast functions, the latest last; not those whose models
-            are gone.
-        models: Every model under amp that is alive, copies of those that ``initialize`` was given included.
-        ambient: The casts of the latest of these calls that is in force; None where none is.
+        sessions: Sessions that cast functions, the latest last; a session whose models are gone is not listed.
+        models: Every model under amp that is alive, copies included.
+        ambient: The casts of the latest of these sessions that is in force; None where none is.
         device_types: Where they hold: the device types of initialized models.
         owner: The thread that they hold in, the one that called ``initialize`` last.
         collected_in_trace: Whether a model was collected while the compiler traced, and its casts are yet to end.
@@ -145,7 +144,7 @@ class CastState(Part):
         thread: What the current thread is inside.
     """
 
-    sessions: list[Call] = field(default_factory=list)
+    sessions: list[CastingSession] = field(default_factory=list)
     models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     ambient: Casts | None = None
     device_types: tuple[str, ...] = ()
@@ -209,7 +208,7 @@ class CastsOff:
     """Context without casts in this thread.
 
     Args:
-        device_type: One more device type to switch casts off on, beside those where amp casts.
+        device_type: A device type to switch casts off on, beside the device types where amp casts.
         in_forwards: Whether forwards of initialized models inside have no casts either.
         weights_may_change: Whether code inside may write weights: casts of them that the forward around has cached are
             dropped at the exit.
@@ -318,7 +317,7 @@ def are_switched_off() -> bool:
 #
 # torch 2.4 does not compile again when the flag has changed, so there the bit is not read.
 def tell_compiled_forwards(*, to_cast: bool) -> None:
-    """Tell compiled forwards, while casts are off here, whether they are to switch those of their models on."""
+    """Tell compiled forwards, while casts are off here, whether they are to switch on the casts of their models."""
     original = cast_state.original
     if original is not None:
         torch.set_autocast_cache_enabled(original.cache == to_cast)

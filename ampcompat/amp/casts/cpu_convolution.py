@@ -7,16 +7,16 @@ from ampcompat._state import state
 from ampcompat.amp.casts.contexts import cast_state
 
 
-def acquire() -> None:
+def install() -> None:
     """Compute half convolutions on the CPU in float32 from here on, and no others. Idempotent."""
     if cast_state.cpu_convolution is None:
         with ExitStack() as undo:
             _torch.convolve_on_cpu_in_float(_torch.halves_without_cpu_convolution(), undo)
             cast_state.cpu_convolution = undo.pop_all()
-        state.undo_once(release)
+        state.undo_once(uninstall)
 
 
-def release() -> None:
+def uninstall() -> None:
     """Give torch its own convolutions back. Idempotent."""
     undo = cast_state.cpu_convolution
     cast_state.cpu_convolution = None

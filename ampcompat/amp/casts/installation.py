@@ -1,4 +1,4 @@
-"""Put the rules in force: kernels on the dispatcher, wrappers around functions; and take them back."""
+"""Install the rules: kernels on the dispatcher, wrappers around functions; and take them back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ampcompat.amp.casts.rules import (
     Plan,
     Rule,
     op_rules,
-    planned,
+    plan_for,
     public_name,
     python_function,
     rules_by_name,
@@ -27,7 +27,7 @@ from ampcompat.amp.casts.wrappers import make_wrapper, wrap
 from ampcompat.amp.lists import functional_overrides
 
 
-def acquire(device_types: Iterable[str]) -> None:
+def install(device_types: Iterable[str]) -> None:
     """Install the lists, as they are now, for ``device_types``; anew where lists were edited since.
 
     A device type that this torch cannot autocast is skipped. Nothing is installed if any registration fails, or if
@@ -36,10 +36,10 @@ def acquire(device_types: Iterable[str]) -> None:
     table = rules_by_name()
     wanted = dict.fromkeys([*op_rules.plans, *device_types])
     if op_rules.plans and table != op_rules.table:
-        release()
+        uninstall()
     missing = [device_type for device_type in wanted if device_type not in op_rules.plans]
     keys = {device_type: _torch.autocast_key(device_type) for device_type in missing}
-    plans = {device_type: planned(device_type, key, table) for device_type, key in keys.items() if key}
+    plans = {device_type: plan_for(device_type, key, table) for device_type, key in keys.items() if key}
     if not plans:
         return
     with ExitStack() as undo:
@@ -48,7 +48,7 @@ def acquire(device_types: Iterable[str]) -> None:
         if not op_rules.plans:
             _torch.keep_torch_functions_traceable(undo)
             _wrap_functions(table, undo)
-            state.undo_once(release)
+            state.undo_once(uninstall)
         _separate_compiled_code([*op_rules.plans, *plans], table, undo)
         op_rules.undo.push(undo.pop_all())
     op_rules.plans.update(plans)
@@ -113,7 +113,7 @@ def wrap_registered() -> None:
             _torch.replace(module, name, wrapper, undo)
 
 
-def release() -> None:
+def uninstall() -> None:
     """Uninstall all rules. Idempotent."""
     op_rules.plans.clear()
     op_rules.undo.close()

@@ -30,7 +30,7 @@ Chooser = Callable[[tuple[Any, ...]], torch.dtype | None]
 def make_kernel(op: torch._ops.OpOverload, name: str, rule: Rule, device_type: str, key: str) -> Kernel:
     """Make the kernel that applies ``rule`` to ``op`` at the autocast ``key`` of ``device_type``.
 
-    It casts the positional arguments, and those alone: no listed op takes a tensor as a keyword-only argument.
+    It casts positional arguments only: no listed op takes a tensor as a keyword-only argument.
     """
     if name in _torch.RECURRENT_CELLS and rule is Rule.HALF:
         return _cell_kernel(op, device_type)

@@ -1,12 +1,12 @@
 """Refuse half where a script calls a banned function, or changes a half tensor in place by an op of the float list.
 
-Refused is what the script calls, at the name that it calls: ``x.exp_()``, ``torch.exp_(x)``, ``x **= 2``,
+A call of the script is refused, by the name that it uses: ``x.exp_()``, ``torch.exp_(x)``, ``x **= 2``,
 ``F.binary_cross_entropy(half, y)``. torch calls the same ops for itself: ``square_`` is made of ``pow_``, and
-``nn.init.trunc_normal_`` calls ``Tensor.log_``. These run in the dtype that they are given. apex, whose patches were of
-names too, saw nothing of what is made in C++ (``apex/amp/amp.py: init``).
+``nn.init.trunc_normal_`` calls ``Tensor.log_``. These calls run in the dtype that they are given. apex patched names
+too, and so did not see the calls that torch makes in C++ (``apex/amp/amp.py: init``).
 
-The compiler calls the same names, on tensors without values, when it traces: compiled code is refused too. It cannot be
-seen then whether the script or torch's own Python code has called, and both are refused.
+The compiler, while it traces, calls the same names on tensors without values, so that compiled code is refused too.
+There nothing tells the calls of the script from the calls of torch's own Python code, and both are refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def ban(name: str, message: str, in_float32: _torch.Wrap, undo: ExitStack) -> No
     """Refuse half arguments wherever scripts call ``name``, until ``undo`` runs.
 
     Args:
-        name: A public name, of as many owners as have it.
+        name: A public name; every owner that has it is patched.
         message: What the error says.
         in_float32: Makes of the function one that casts, for ``amp.init(allow_banned=True)``.
         undo: Takes it back.

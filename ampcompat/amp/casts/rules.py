@@ -155,7 +155,7 @@ def rules_by_name() -> dict[str, Rule]:
 
 
 def _read_edits() -> tuple[dict[str, Rule], dict[str, Rule]]:
-    """The rules of names that users have removed from lists (as given), and of those that they have added."""
+    """The rules of the names that users have removed from lists (as given), and of the names that they have added."""
     removed: dict[str, Rule] = {}
     added: dict[str, Rule] = {}
     for op_list in _LISTS:
@@ -192,7 +192,7 @@ PYTHON: Final = (
 _CAST_IN_PART_ON_CUDA: Final = ("cumprod", "cumsum", "grid_sample", "norm")
 
 
-def planned(device_type: str, key: str, table: dict[str, Rule] | None = None) -> Plan:
+def plan_for(device_type: str, key: str, table: dict[str, Rule] | None = None) -> Plan:
     """List the public name and rule of each overload that needs one of our kernels on ``device_type``.
 
     ``softmax`` is on the list of float32 functions. Its overloads are ``aten::softmax.int`` and the ops inside,
@@ -239,7 +239,7 @@ def _needs_kernels(name: str, rule: Rule) -> bool:
     if rule is Rule.INPLACE_BANNED and ships:
         return False  # of one tensor, or promoted by torch (pow_); half is refused at the name that scripts call
     if rule is Rule.BANNED and name not in SHIPPED:
-        return False  # likewise: what is not refused is float32
+        return False  # of float32 arguments, where it is not refused
     if _torch.ATEN.get(name) == ():
         return rule is not Rule.UNCAST and not ships  # torch promotes by itself, or casts nothing
     return True

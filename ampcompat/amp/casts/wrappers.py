@@ -1,4 +1,4 @@
-"""Wrappers that cast arguments: of functions that torch wrote in Python, and of those that users register."""
+"""Wrappers that cast arguments: of functions that torch wrote in Python, and of functions that users register."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def make_wrapper(function: Any, rule: Rule, overrule: bool = False) -> Any:
             if not torch.is_autocast_enabled(device_type):
                 return tensor
             casting.append(device_type)
-            if tensor is out or (own_dtype not in CASTABLE and widest is None):
+            is_left_alone = own_dtype not in CASTABLE and widest is None  # float64, unless arguments are promoted
+            if tensor is out or is_left_alone:
                 return tensor
             dtype = widest or fixed_dtype or torch.get_autocast_dtype(device_type)
             return tensor if own_dtype == dtype else _torch.cast_to(tensor, dtype)
@@ -67,7 +68,7 @@ def _widest_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
 
 
 def wrap(target: Any, rule: Rule) -> tuple[str, Any]:
-    """Wrap a function, or of a class, which keeps its identity, the method that stands for calling it.
+    """Wrap a function; of a class, which keeps its identity, wrap the method that runs when it is called.
 
     For a function of torch's own the registration overrules the list: ``register_float_function(torch, "matmul")``
     multiplies in float32. A static or class method stays one.
@@ -84,7 +85,7 @@ def wrap(target: Any, rule: Rule) -> tuple[str, Any]:
 
 
 def _wrap_class(cls: Any, rule: Rule) -> tuple[str, Any]:
-    """Wrap the method of ``cls`` that stands for calling it; returns its name, too."""
+    """Wrap the method that runs when ``cls`` is called; return its name, too."""
     if issubclass(cls, torch.autograd.Function):
         return "apply", staticmethod(make_wrapper(cls.apply, rule))
     name = "forward" if issubclass(cls, torch.nn.Module) else "__call__"

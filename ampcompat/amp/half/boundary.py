@@ -57,14 +57,14 @@ def _may_come_from_half_code(inputs: list[torch.Tensor]) -> bool:
     return any(dtype in HALF_DTYPES for dtype in dtypes)
 
 
-def replace_policy(module: torch.nn.Module, policy: ModelPolicy | None) -> None:
-    """Put the boundary ``policy`` around ``module``, or what was there before."""
+def set_boundary(module: torch.nn.Module, policy: BoundaryPolicy | None) -> None:
+    """Put the boundary ``policy`` around ``module``; None takes off the one that is there."""
     hooks = module._forward_pre_hooks
     for key in [key for key, hook in hooks.items() if hook is _keep_off_fused_path]:
         del hooks[key]
     set_policy(module, policy)
-    if isinstance(policy, BoundaryPolicy):
-        model_index.live.discard(module)
+    if policy is not None:
+        model_index.live.discard(module)  # it is a part of a model, and no model itself
         module.register_forward_pre_hook(_keep_off_fused_path)
 
 

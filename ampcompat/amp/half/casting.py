@@ -26,15 +26,15 @@ def cast_weights(
 ) -> None:
     """Cast every floating parameter and buffer that ``modules`` hold to ``dtype``, in place; complex tensors stay.
 
-    Parameters keep their identity. Weights that an earlier call had cast are restored from their masters first. As in
-    apex (``apex/fp16_utils/fp16util.py: convert_network``), which made masters of all parameters.
+    Parameters keep their identity. Weights that were cast before are restored from their masters first. apex did the
+    same (``apex/fp16_utils/fp16util.py: convert_network``), with masters of all parameters.
 
-    Each tensor is changed when its new memory has been allocated, and those that are cast already are left as they are:
-    a call that ran out of memory can be made again, and loses no bit.
+    A tensor changes only when its new memory has been allocated, and one that is cast already stays as it is: a call
+    that ran out of memory can be made again, and loses no bit.
 
     Args:
         modules: Each part of the models, once.
-        dtype: Half dtype or ``torch.float32``. None leaves alone what no earlier call had cast, and restores the rest.
+        dtype: Half dtype or ``torch.float32``. None leaves alone what amp has not cast, and restores the rest.
         keep_fp32: Modules that stay float32.
         keep_batchnorm_fp32: Whether affine batch norm stays float32.
         has_masters: Whether half tensors get float32 masters, when these are first needed.
@@ -73,7 +73,7 @@ def target_dtype(
     keep_batchnorm_fp32: bool,
 ) -> torch.dtype | None:
     """Return the dtype that the floating tensors of ``module`` are cast to; None leaves them as they are."""
-    if dtype is None:  # no cast is wanted: undo the cast of an earlier call
+    if dtype is None:  # no cast is wanted: undo the cast of an earlier session
         was_cast = record_of(module) is not None
         return torch.float32 if was_cast else None
     if isinstance(module, torch.jit.ScriptModule):  # without weights: others are refused
@@ -97,8 +97,10 @@ def _restore(module: torch.nn.Module) -> None:
         if is_restored:  # through a module that it is tied to, or by a call that failed
             continue
         master = _aligned_master(module, name, tensor)
-        _cast(tensor, _exact_values(tensor, master), torch.float32)
-        if master is not None:
+        if master is None:
+            _cast(tensor, _torch.data_of(tensor), torch.float32)
+        else:
+            _cast(tensor, master.value.detach(), torch.float32)
             master.retire()
 
 
@@ -112,25 +114,39 @@ def _halve(
     """Cast the floating tensors that ``module`` itself holds to ``dtype``, and make masters of the ``trained`` ones."""
     for name, tensor in _castable_tensors(module):
         master = _aligned_master(module, name, tensor)
-        leaves_memory = tensor.dtype == torch.float32 and _torch.owns_memory_alone(tensor, refcount_probe)
-        exact = _exact_values(tensor, master)
-        is_trained = id(tensor) in trained or (master is not None and id(master.value) in trained)
-        value: torch.Tensor | None = None
-        if master is None and is_trained:
-            # The cast leaves float32 memory; where nothing else holds it, the master takes it over, without a copy.
-            value = exact if leaves_memory else exact.to(torch.float32, copy=True)
-        if tensor.dtype != dtype:
-            _cast(tensor, exact, dtype)
-            if master is not None:
-                master.dtype = dtype
-                master.push()
-        if value is not None:
+        if master is not None:
+            _halve_again(tensor, master, dtype)
+            if not has_masters:
+                tensor.grad = None
+                master.retire()
+            elif id(tensor) in trained or id(master.value) in trained:
+                ensure_master(module, name)  # the module notes a master that another one, tied to it, has made
+        elif id(tensor) in trained:
+            value = _float32_values(tensor, refcount_probe)
+            _cast_to_half(tensor, dtype)
             ensure_master(module, name, torch.nn.Parameter(value, tensor.requires_grad))
-        elif master is not None and not has_masters:
-            tensor.grad = None
-            master.retire()
-        elif master is not None and is_trained:
-            ensure_master(module, name)
+        else:
+            _cast_to_half(tensor, dtype)
+
+
+def _halve_again(tensor: torch.Tensor, master: Master, dtype: torch.dtype) -> None:
+    """Cast ``tensor``, which has a master, to ``dtype``: it may be float32, or the other half dtype."""
+    if tensor.dtype != dtype:
+        _cast(tensor, master.value.detach(), dtype)
+        master.dtype = dtype
+        master.push()
+
+
+def _cast_to_half(tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype != dtype:
+        _cast(tensor, _torch.data_of(tensor), dtype)
+
+
+def _float32_values(tensor: torch.Tensor, refcount_probe: torch.Tensor) -> torch.Tensor:
+    """The values of ``tensor``, about to be cast, for its master: its own float32 memory if nothing else holds that."""
+    if tensor.dtype == torch.float32 and _torch.owns_memory_alone(tensor, refcount_probe):
+        return _torch.data_of(tensor)
+    return _torch.data_of(tensor).to(torch.float32, copy=True)
 
 
 def _flatten(module: torch.nn.RNNBase) -> None:
@@ -155,13 +171,9 @@ def _aligned_master(module: torch.nn.Module, name: str, tensor: torch.Tensor) ->
     return master
 
 
-def _exact_values(tensor: torch.Tensor, master: Master | None) -> torch.Tensor:
-    return _torch.data_of(tensor) if master is None else master.value.detach()
-
-
-def _cast(tensor: torch.Tensor, exact: torch.Tensor, target: torch.dtype) -> None:
-    """Give ``tensor`` the values ``exact`` in ``target``, in memory of its own."""
-    data = exact.clone() if target == exact.dtype else exact.to(target)
+def _cast(tensor: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> None:
+    """Give ``tensor`` the ``values`` in ``dtype``, in memory of its own."""
+    data = values.to(dtype, copy=True)
     # A gradient cannot have another dtype than its parameter, and a stale one must not be stepped with.
     tensor.grad = None
     _torch.set_data(tensor, data)

@@ -31,7 +31,7 @@ Kwargs = dict[str, object]
 
 @dataclass(eq=False)
 class ModelPolicy:
-    """How a model's forward runs, as one ``initialize`` call decided. Shared by copies; plain data when pickled.
+    """How a model's forward runs, as its session decided. Shared by copies; plain data when pickled.
 
     Attributes:
         opt_level: As in ``initialize``.
@@ -121,7 +121,7 @@ class ModelPolicy:
             if kwargs:
                 kwargs = cast_tree(kwargs, self.input_dtype)
         casts = None
-        if cast_state.original is not None or self.casts.enabled:  # else there is nothing to switch off
+        if cast_state.original is not None or self.casts.enabled:  # otherwise there is nothing to switch off
             casts = self._casts_for(model, args)
         if casts is None:
             output = forward(*args, **kwargs)
@@ -159,8 +159,8 @@ class ModelPolicy:
     def _run_compiled(self, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         """Run ``forward`` as the compiler traces it.
 
-        Left out is what dynamo cannot trace: checks of masters (the step makes them), observers, and the thread's
-        state. Whether the script or a forward around has set casts is read from autocast's state.
+        It leaves out what dynamo cannot trace: checks of masters (the step makes them), observers, and the thread's
+        state. Autocast's state tells whether the script or a forward around has set casts.
         """
         if self.casts.enabled and cast_state.patches is None:
             # Without fullgraph, the compiler falls back to an eager forward, which installs them.
@@ -182,7 +182,9 @@ class ModelPolicy:
             output, is_part = self._call_with_parts_in_graph(device_types, forward, args, kwargs)
         else:
             output = self._call_in_graph(device_types, forward, args, kwargs)
-        return output if self.output_dtype is None or is_part else cast_tree(output, self.output_dtype)
+        if self.output_dtype is None or is_part:
+            return output
+        return cast_tree(output, self.output_dtype)
 
     def _call_with_parts_in_graph(
         self, device_types: tuple[str, ...], forward: Forward, args: Args, kwargs: Kwargs

@@ -19,13 +19,13 @@ _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 Names = dict[torch.nn.Module, str]
 
 
-def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Module]:
+def select_kept(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Module]:
     """List the modules that ``keep_fp32`` and ``AMPCOMPAT_KEEP_FP32`` name, the outermost ones only.
 
     Modules that share a tensor with a kept one are kept as well, with a message: a tied weight has one dtype.
 
     Args:
-        models: Those given to ``initialize``.
+        models: The models that ``initialize`` was given.
         keep_fp32: A module, a module type, a pattern of names, or a collection of these; None keeps nothing.
 
     Raises:
@@ -42,7 +42,7 @@ def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Modul
 
 
 def _names_in(models: Iterable[torch.nn.Module]) -> Names:
-    """The qualified name of every module in ``models``; one that several of them hold has that in the first."""
+    """The qualified name of every module in ``models``; a module of several models has its name in the first."""
     names: Names = {}
     for model in models:
         for name, module in model.named_modules():
@@ -75,9 +75,9 @@ def _chosen_by_environment(names: Names) -> list[torch.nn.Module]:
         matches = _matches(pattern, names)
         chosen += matches
         if matches:
-            say(f"AMPCOMPAT_KEEP_FP32: {pattern!r} keeps {_list(matches)} in float32.")
+            say(f"AMPCOMPAT_KEEP_FP32: {pattern!r} keeps {_listed(matches)} in float32.")
         else:
-            say(f"AMPCOMPAT_KEEP_FP32: {pattern!r} matches no module of this model, which has {_list(names)}.")
+            say(f"AMPCOMPAT_KEEP_FP32: {pattern!r} matches no module of this model, which has {_listed(names)}.")
     return chosen
 
 
@@ -164,11 +164,11 @@ def _refuse_unsupported(module: torch.nn.Module, names: Names, models: list[torc
 
 # -- names in messages -------------------------------------------------------------------------------------------------
 def _hint(names: Names) -> str:
-    return f"modules are named {_list(names)}; patterns are shell patterns over these names or over class names."
+    return f"modules are named {_listed(names)}; patterns are shell patterns over these names or over class names."
 
 
-def _list(names: Names) -> str:
-    """The names in ``names``, but for a whole model's, to be read."""
+def _listed(names: Names) -> str:
+    """List names for a message; the empty name of a whole model is left out."""
     shown = sorted(name for name in names.values() if name)
     if not shown:
         return "no modules inside"

@@ -2,7 +2,19 @@
 
 A master belongs to the model's tensor. Its module holds it (:class:`ampcompat.amp.half.record.HalfWeights`), so that
 deepcopy and pickle take it along; either tensor leads to it (:func:`master_of`); optimizers borrow its float32 copy.
-The life of a master, as a table of what each event does to its two copies:
+A float16 weight of two elements, in numbers (1.0 and 1.001 are neighbours in float16):
+
+=====================================  ============  =============
+moment                                 half          value
+=====================================  ============  =============
+``initialize`` of [1.0003, 3.0]        [1.0, 3.0]    [1.0003, 3.0]
+``step`` adds 0.0004 to the first      [1.001, 3.0]  [1.0007, 3.0]
+the script writes ``weight[1] = 0.5``  [1.001, 0.5]  [1.0007, 3.0]
+a forward                              [1.001, 0.5]  [1.0007, 3.0]
+the next ``step``                      [1.001, 0.5]  [1.0007, 0.5]
+=====================================  ============  =============
+
+The first element, which the script did not write, keeps its low bits. What each event does to both copies:
 
 =========================================  ================================  =======================================
 event                                      half (the model's tensor)         value (the float32 master)
@@ -107,7 +119,7 @@ class Master:
         value: The master: a float32 ``Parameter`` of the same shape and device.
         is_param: Whether ``half`` is a parameter, and not a buffer.
         slots: Where ``half`` is: dicts of parameters or buffers, and its name in each (several for tied weights).
-        is_lent: Whether an optimizer under amp has been given ``value`` to step; that of a copy has not.
+        is_lent: Whether an optimizer under amp has been given ``value`` to step; False in a copied model.
 
     What tells which copy was written since both were equal:
 
@@ -188,14 +200,14 @@ class Master:
         self.forget_data_writes()
 
     def forget_data_writes(self) -> None:
-        """Make what was written through ``data`` of either copy so far count no more."""
+        """Forget what was written through ``data`` of either copy so far."""
         if self.half_data_writes is not None:
             self.half_data_writes.forget()
         if self.value_data_writes is not None:
             self.value_data_writes.forget()
 
     def data_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor.data``, of one of both copies, for which a script asks now.
+        """Return ``tensor.data``, for which a script asks now; ``tensor`` is one of both copies.
 
         Where the other copy was written, ``tensor`` follows first: the script finds in ``data`` what is in force, and
         what it then writes there is the later write.
@@ -352,7 +364,7 @@ def follow_requires_grad(masters: Iterable[Master]) -> None:
 
 # -- which copy was written --------------------------------------------------------------------------------------------
 def half_written(masters: Iterable[Master]) -> list[Master]:
-    """Return those whose half weight was written since both copies were equal."""
+    """Return the masters whose half weight was written since both copies were equal."""
     # One condition, read for each of thousands of masters in each step.
     return [
         m
@@ -364,7 +376,7 @@ def half_written(masters: Iterable[Master]) -> list[Master]:
 
 
 def value_written(masters: Iterable[Master]) -> list[Master]:
-    """Return those whose master was written since both copies were equal."""
+    """Return the masters that were written themselves (``value``) since both copies were equal."""
     return [
         m
         for m in masters
@@ -373,7 +385,7 @@ def value_written(masters: Iterable[Master]) -> list[Master]:
 
 
 def value_maybe_written(masters: Iterable[Master]) -> list[Master]:
-    """Return those whose master was written since both copies were equal, or may be, by a script that has saved it."""
+    """As :func:`value_written`, with the masters that a script has saved, and so may write."""
     return [
         m
         for m in masters
@@ -475,7 +487,8 @@ def push_all(masters: Sequence[Master]) -> None:
     """Round masters that an optimizer stepped, or a script wrote, into their half weights, in fused passes.
 
     As under apex, which wrote through ``data``, the half weights keep their versions: a graph that holds them can still
-    go backward, as where a discriminator steps before the generator's loss, which it has judged, goes backward.
+    go backward. A GAN needs that if its discriminator steps between the forward and the backward pass of the
+    generator's loss.
     """
     if not masters:
         return
@@ -502,30 +515,12 @@ def _push(masters: Sequence[Master]) -> None:
             master.forget_data_writes()
 
 
-def align_all(masters: Sequence[Master]) -> int:
-    """Make both copies of each master equal, also where nothing tells that either was written.
-
-    Returns:
-        How many parameters were not equal to their masters. One host sync.
-    """
+def align_all(masters: Sequence[Master]) -> None:
+    """Make both copies of each master equal, also where nothing tells that a script wrote one. No host sync."""
     with copies_lock:
-        return _align_all(masters)
-
-
-def _align_all(masters: Sequence[Master]) -> int:
-    for master in masters:
-        master.follow_module()
-    differ = [_differs(master) for master in masters if master.is_param]
-    to_push, _ = to_push_and_pull(masters)
-    is_pushed = set(to_push)
-    pull_all([master for master in masters if master not in is_pushed])
-    push_all(to_push)
-    if not differ:
-        return 0
-    return int(torch.stack([flag.to(differ[0].device) for flag in differ]).sum().item())
-
-
-def _differs(master: Master) -> torch.Tensor:
-    """Whether ``half`` is not ``value`` as it rounds, bit for bit: a 0-dim flag."""
-    rounded = master.value.detach().to(master.dtype)
-    return (_torch.bits(rounded) != _torch.bits(master.half.detach())).any()
+        for master in masters:
+            master.follow_module()
+        to_push, _ = to_push_and_pull(masters)
+        pushed = set(to_push)
+        pull_all([master for master in masters if master not in pushed])
+        push_all(to_push)

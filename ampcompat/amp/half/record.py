@@ -1,4 +1,4 @@
-"""The record that a module carries while its own parameters and buffers are half, and the masters in such records.
+"""The record that a module carries while its own parameters and buffers are half, and the masters in these records.
 
 deepcopy and pickle take a record along with its module. The masters of a model are the masters of its modules
 (:func:`masters_of`).
@@ -126,7 +126,7 @@ def _masters_in(model: torch.nn.Module) -> list[Master]:
     return list(unique.values())
 
 
-def sync_masters(model: torch.nn.Module) -> int:
+def sync_masters(model: torch.nn.Module) -> None:
     """Take what was written to the model's half weights into their float32 masters, or the other way round, now.
 
     Scripts need not call it: a step, a save and a forward do so. It also finds what nothing tells of, as a write to the
@@ -137,12 +137,11 @@ def sync_masters(model: torch.nn.Module) -> int:
     Args:
         model: A model given to ``amp.initialize``, or any module in one.
 
-    Returns:
-        How many parameters were not equal to their masters. One host sync.
+    Host syncs: none.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"sync_masters got {type(model).__name__} - it takes a model - pass the module.")
-    return align_all(_masters_in(model))
+    align_all(_masters_in(model))
 
 
 def model_param(param: torch.Tensor) -> torch.Tensor:

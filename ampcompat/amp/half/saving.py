@@ -55,7 +55,7 @@ def hook_added_modules(module: torch.nn.Module, record: HalfWeights) -> list[tup
 
     Args:
         module: A module that amp has cast.
-        record: That of ``module``: what was added is treated like it.
+        record: The record of ``module``; what was added gets the same dtype and, if ``module`` has them, masters.
     """
     added: list[tuple[str, torch.nn.Module]] = []
     for name, part in module.named_modules():
@@ -75,7 +75,7 @@ def _export(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, lo
     record = record_of(module)
     if record is None:
         return
-    if torch.onnx.is_in_onnx_export():  # it looks up, among these tensors, those that the traced forward reads
+    if torch.onnx.is_in_onnx_export():  # it looks up the tensors that the traced forward reads
         return
     with copies_lock:  # another thread may train the model
         for name, part in hook_added_modules(module, record):

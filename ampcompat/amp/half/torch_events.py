@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,12 +15,12 @@ from ampcompat.amp.half.masters import Master, master_index, master_of
 
 def watch_writes() -> None:
     """Count writes to masters and their half weights through ``data`` and by collectives, until a reset."""
-    state.patch_once(_watch_data, master_of)
+    state.patch_once(_torch.watch_parameter_data, _masters_by_tensor)
     state.patch_once(_torch.watch_collectives, _count_collective)
 
 
-def _watch_data(_: object, undo: ExitStack) -> None:
-    _torch.watch_parameter_data(master_index.by_tensor, undo)
+def _masters_by_tensor() -> weakref.WeakValueDictionary[int, Master]:
+    return master_index.by_tensor
 
 
 def watch_copies() -> None:

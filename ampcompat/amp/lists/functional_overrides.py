@@ -15,7 +15,7 @@ FP32_FUNCS = [
     *("interpolate", "grid_sample"),
     # activations
     *("softmax", "log_softmax", "softmin", "softplus", "gelu"),
-    # losses: all of torch's, those that it got after apex too
+    # losses: all of torch's, newer ones than apex included
     *("cosine_embedding_loss", "cross_entropy", "ctc_loss", "gaussian_nll_loss", "hinge_embedding_loss", "huber_loss"),
     *("kl_div", "l1_loss", "margin_ranking_loss", "mse_loss", "multi_margin_loss", "multilabel_margin_loss"),
     *("multilabel_soft_margin_loss", "nll_loss", "poisson_nll_loss", "smooth_l1_loss", "soft_margin_loss"),

@@ -38,7 +38,7 @@ end of the block raises         cleared (None), older ones too
 ``p.grad`` cleared              cleared, in masters too; an overflow skips the next step all the same
 ``p.grad`` edited               used; masters do not see it
 ``load_state_dict``             as they are
-a param joins with a gradient   dropped where its call has scaled losses
+a param joins with a gradient   dropped where its session has scaled losses
 ==============================  ====================================================================================
 
 Blocks and steps know each tensor once, also where several optimizers hold it. apex kept lists of gradients for each
@@ -54,7 +54,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import Part, state
-from ampcompat.amp.casts.ambience import follow_ambient_casts
+from ampcompat.amp.casts.ambience import ensure_ambient_casts
 from ampcompat.amp.hints import add_hint
 from ampcompat.amp.observers import notify, observer_state
 from ampcompat.amp.scaling.adapter import adapter_state
@@ -130,7 +130,7 @@ class Block:
                 " optimizer) for each."
             )
         self.entered = True
-        follow_ambient_casts()
+        ensure_ambient_casts()
         self._find_leaves()
         if block_state.open_blocks:
             _refuse_inside_another(self)

@@ -1,8 +1,8 @@
-"""``amp.state_dict`` and ``amp.load_state_dict``: the loss scalers of the calls of ``initialize`` that are in use.
+"""``amp.state_dict`` and ``amp.load_state_dict``: the loss scalers of the sessions that are in use.
 
-They are those of each call whose optimizers are alive, the later call first. The two networks of a GAN may be
-initialized by two calls, and so may a model and its average, which has no optimizer. Under apex, the latest call's
-scalers were those of all.
+A session is in use while its optimizers are alive; the later one comes first. The two networks of a GAN may be
+initialized by two calls, and so may a model and its average, which has no optimizer. Under apex, the scalers of the
+latest call were those of all.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from ampcompat._log import say, warn_once
 from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.options import is_scale, number
-from ampcompat.amp.scaling.optimizer_state import calls_in_use, optimizer_index
+from ampcompat.amp.scaling.optimizer_state import optimizer_index, sessions_in_use
 from ampcompat.amp.scaling.scaler import LossScaler
-from ampcompat.amp.scaling.session import call_state
+from ampcompat.amp.scaling.session import session_state
 
 _PREFIX = "loss_scaler"
 Entry = tuple[float, int]
@@ -31,9 +31,9 @@ def state_dict(destination: Any = None) -> Any:
 
     Returns:
         ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``: plain numbers, safe for
-        ``torch.load(weights_only=True)``. They are those of each ``initialize`` call whose optimizers are alive, the
-        later call first; where no call has any, the latest call's. Empty when nothing was initialized, or with
-        ``enabled=False``. Two host syncs per scaler.
+        ``torch.load(weights_only=True)``. The scalers are those of each session (one call of ``initialize``) whose
+        optimizers are alive, the later one first; where no session has any, the latest one's. Empty when nothing was
+        initialized, or with ``enabled=False``. Two host syncs per scaler.
     """
     if destination is not None and not isinstance(destination, MutableMapping):
         got = type(destination).__name__
@@ -46,11 +46,11 @@ def state_dict(destination: Any = None) -> Any:
 
 
 def _scalers() -> list[LossScaler]:
-    """The scalers of the calls that are shown."""
-    if optimizer_index.may_hold_dropped and any(call is not call_state.latest for call in calls_in_use()):
+    """The scalers of the sessions that are shown."""
+    if optimizer_index.may_hold_dropped and any(session is not session_state.latest for session in sessions_in_use()):
         gc.collect()
         optimizer_index.may_hold_dropped = False
-    return [scaler for call in calls_in_use() for scaler in call.scalers]
+    return [scaler for session in sessions_in_use() for scaler in session.scalers]
 
 
 def load_state_dict(state_dict: Mapping[str, object]) -> None:
@@ -62,8 +62,9 @@ def load_state_dict(state_dict: Mapping[str, object]) -> None:
     ``GradScaler.load_state_dict(amp._amp_state.loss_scalers[0].state_dict())``. Prints what was restored.
 
     Args:
-        state_dict: From ``amp.state_dict()``. With more scalers than there are, or fewer than the latest call's, what
-            fits is loaded, with a message. A scale goes into a static scaler too, as under apex; a message says so.
+        state_dict: From ``amp.state_dict()``. With more scalers than there are, or fewer than those of the latest
+            session, what fits is loaded, with a message. A scale goes into a static scaler too, as under apex; a
+            message says so.
 
     Raises:
         TypeError: Not a mapping.
@@ -83,18 +84,18 @@ def load_state_dict(state_dict: Mapping[str, object]) -> None:
         names = [f"{_PREFIX}{index}" for index in range(len(state_dict))]
         _refuse_unknown_keys(state_dict, names)
         entries = [_entry(name, state_dict[name]) for name in names]
-    session = call_state.latest
+    session = session_state.latest
     scalers = _scalers()
     if session is not None and (scalers or session.enabled):
         if not optimizer_index.listed():
-            call_state.loaded_scalers = entries
+            session_state.loaded_scalers = entries
         _restore(entries, scalers)
     elif not entries:
         return
     elif session is not None:
         warn_once("load disabled", "amp.load_state_dict after amp.initialize(enabled=False): nothing to restore.")
     else:
-        call_state.loaded_scalers = entries
+        session_state.loaded_scalers = entries
         say("amp.load_state_dict before amp.initialize: the next amp.initialize restores the loss scalers.")
 
 
@@ -111,26 +112,26 @@ def _refuse_unknown_keys(state_dict: Mapping[str, object], names: list[str]) -> 
 
 
 def restore_after_initialize() -> None:
-    """Restore the scalers of the latest call from what was loaded before it, if that has yet to reach one in use."""
-    entries = call_state.loaded_scalers
-    call = calls_in_use()[0]
-    if entries is None or call is not call_state.latest:
+    """Restore the scalers of the latest session from what was loaded before it, if that has yet to reach one in use."""
+    entries = session_state.loaded_scalers
+    session = sessions_in_use()[0]
+    if entries is None or session is not session_state.latest:
         return
     if optimizer_index.listed():
-        call_state.loaded_scalers = None
-    _restore(entries, call.scalers)
+        session_state.loaded_scalers = None
+    _restore(entries, session.scalers)
 
 
 def _restore(entries: list[Entry], scalers: list[LossScaler]) -> None:
     """Restore ``scalers`` from ``entries``.
 
-    The scalers of the latest call are those that a script misses if they are not restored. An earlier call may be
+    The scalers of the latest session are those that a script misses if they are not restored. An earlier one may be
     another run: a notebook's cell that was run before, a model that is compared with the one that is resumed.
     """
-    of_latest_call = len(calls_in_use()[0].scalers)
+    of_latest_session = len(sessions_in_use()[0].scalers)
     fitting = min(len(entries), len(scalers))
-    if fitting < max(len(entries), of_latest_call):
-        there_are = len(scalers) if len(entries) > fitting else of_latest_call
+    if fitting < max(len(entries), of_latest_session):
+        there_are = len(scalers) if len(entries) > fitting else of_latest_session
         say(
             f"Warning: amp.load_state_dict got {len(entries)} loss scalers where there are {there_are}: loading the"
             f" first {fitting}. Call it after the last amp.initialize."

@@ -149,13 +149,13 @@ def add_param_group(optimizer: AmpOptimizer, original: Callable[..., Any], *args
 
 # -- under amp, and out of it ------------------------------------------------------------------------------------------
 def attach(optimizer: AmpOptimizer, session: Session, kind: type[OptimizerState]) -> None:
-    """Put ``optimizer`` under ``session``; one that an earlier call owned changes hands, with its gradients.
+    """Put ``optimizer`` under ``session``; one of an earlier session changes hands, with its gradients.
 
     The caller calls ``follow_groups`` when it has attached all.
 
     Args:
         optimizer: It gets a stash, and methods of amp.
-        session: The call that owns it from now on.
+        session: The session that owns it from now on.
         kind: The class of its stash, which adds apex's names.
     """
     stash: OptimizerState | None = getattr(optimizer, "_amp_stash", None)
@@ -165,7 +165,7 @@ def attach(optimizer: AmpOptimizer, session: Session, kind: type[OptimizerState]
     stash.session = session
     stash.groups = []  # to be looked up anew, at this level
     optimizer_index.live.pop(optimizer, None)
-    optimizer_index.live[optimizer] = None  # the latest call's come last
+    optimizer_index.live[optimizer] = None  # the latest session's come last
     optimizer_index.may_hold_dropped = True
     optimizer_index.disabled.pop(optimizer, None)
     for name, action in _METHODS.items():

@@ -1,4 +1,4 @@
-"""What amp keeps with one optimizer, as ``optimizer._amp_stash``, and which optimizers and calls there are.
+"""What amp keeps with one optimizer, as ``optimizer._amp_stash``, and which optimizers and sessions there are.
 
 apex kept the same there (``apex/amp/_process_optimizer.py: AmpOptimizerState``). Scripts test for apex's attributes:
 ``ampcompat.amp._process_optimizer.AmpOptimizerState`` adds them.
@@ -19,7 +19,7 @@ from ampcompat._types import Optimizer
 from ampcompat.amp.scaling.leaves import Leaves
 from ampcompat.amp.scaling.older_gradients import OlderGradients
 from ampcompat.amp.scaling.scaler import LossScaler
-from ampcompat.amp.scaling.session import Session, call_state
+from ampcompat.amp.scaling.session import Session, session_state
 
 # -- an optimizer ------------------------------------------------------------------------------------------------------
 #: The scaler of blocks, and whether they overflowed: 0-dim float32 on a device, not 0 if so.
@@ -49,7 +49,7 @@ class OptimizerState:
     """What amp keeps with one optimizer.
 
     Attributes:
-        session: The call of ``initialize`` that owns it.
+        session: The session that owns it.
         groups: The params of each group, as last looked up.
         leaves: Masters of these params, and params without a master.
         shared: Ids of the leaves that another optimizer holds, too, when groups were last looked up.
@@ -187,19 +187,19 @@ def optimizer_under_amp(optimizer: Any) -> Any:
     return inner if is_initialized else optimizer
 
 
-# -- all calls of initialize -------------------------------------------------------------------------------------------
-def calls_in_use() -> list[Session]:
-    """The calls of ``initialize`` whose optimizers are alive, the later first; the latest call if there are none.
+# -- all sessions ------------------------------------------------------------------------------------------------------
+def sessions_in_use() -> list[Session]:
+    """The sessions whose optimizers are alive, the later first; the latest one if there are none.
 
-    ``amp._amp_state.loss_scalers`` are the first one's. A call without optimizers (for an averaged model) has
+    ``amp._amp_state.loss_scalers`` are the first one's. A session without optimizers (for an averaged model) has
     scalers that no loss uses.
     """
-    calls = [optimizer._amp_stash.session for optimizer in reversed(optimizer_index.listed())]
-    if not calls and call_state.latest is not None:
-        calls = [call_state.latest]
-    return list(dict.fromkeys(calls))
+    sessions = [optimizer._amp_stash.session for optimizer in reversed(optimizer_index.listed())]
+    if not sessions and session_state.latest is not None:
+        sessions = [session_state.latest]
+    return list(dict.fromkeys(sessions))
 
 
 def scalers_shown() -> list[LossScaler]:
     """What ``amp._amp_state.loss_scalers`` is after a call of ``initialize``."""
-    return calls_in_use()[0].scalers
+    return sessions_in_use()[0].scalers

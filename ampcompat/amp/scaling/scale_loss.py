@@ -1,4 +1,4 @@
-"""``scale_loss``: checks what it is given, and finds the scaler and the call of ``initialize`` of its block.
+"""``scale_loss``: checks what it is given, and finds the scaler and the session of its block.
 
 ``block`` has the block itself. apex did the same in ``apex/amp/handle.py: scale_loss``.
 """
@@ -15,9 +15,9 @@ import torch
 from ampcompat import _torch
 from ampcompat._types import is_optimizer
 from ampcompat.amp.scaling.block import Block
-from ampcompat.amp.scaling.optimizer_state import calls_in_use, optimizer_index, optimizer_under_amp
+from ampcompat.amp.scaling.optimizer_state import optimizer_index, optimizer_under_amp, sessions_in_use
 from ampcompat.amp.scaling.scaler import check_scaler
-from ampcompat.amp.scaling.session import DISABLED, Session, call_state
+from ampcompat.amp.scaling.session import DISABLED, Session, session_state
 
 
 @_torch.eager
@@ -93,8 +93,8 @@ def _refuse_loss_id(loss_id: object, count: int) -> NoReturn:
 
 # -- whose block -------------------------------------------------------------------------------------------------------
 def _optimizers_and_session(optimizers: Any) -> tuple[list[Any], Session]:
-    """The optimizers of a block, each once, and the ``initialize`` call that it belongs to."""
-    latest = call_state.latest
+    """The optimizers of a block, each once, and the session that it belongs to."""
+    latest = session_state.latest
     if latest is None:
         raise RuntimeError(
             "Invoked 'with amp.scale_loss', but amp has not been initialized - `model, optimizer ="
@@ -115,7 +115,7 @@ def _optimizers_and_session(optimizers: Any) -> tuple[list[Any], Session]:
         _refuse_optimizer(optimizer, given if is_list else optimizers)
     if unique:
         return unique, unique[0]._amp_stash.session
-    return [], calls_in_use()[0] if latest.enabled else latest
+    return [], sessions_in_use()[0] if latest.enabled else latest
 
 
 def _refuse_optimizer(optimizer: Any, given: Any) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What one ``initialize`` call owns: its options, its scalers, how its models run."""
+"""The session: what one call of ``initialize`` owns, its options, its scalers, how its models run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ampcompat.amp.scaling.scaler import LossScaler
 
 @dataclass(eq=False, repr=False)
 class Session:
-    """One call of ``initialize`` (or of ``amp.init``, which is given no models); optimizers lead to it.
+    """What one call of ``initialize`` (or of ``amp.init``, which is given no models) owns; optimizers lead to it.
 
     Attributes:
         properties: The options in force.
@@ -26,10 +26,10 @@ class Session:
         by_init: Whether ``amp.init`` made it.
         has_models: Whether it was given models: its casts outside of them end with the last of these.
         steps: Of all its optimizers, skipped ones included.
-        enabled: False of ``initialize(enabled=False)``, which owns nothing.
+        enabled: False where ``initialize`` was called with ``enabled=False``: it owns nothing.
         policy: How its models run.
-        casting_policies: Its policy, and those of other calls in which ``amp.init`` has turned function casts on. They
-            end with its own.
+        casting_policies: Its policy, and the policies of other sessions in which ``amp.init`` has turned function casts
+            on: these casts end with its own.
         device_types: Where its casts are in force.
     """
 
@@ -71,16 +71,16 @@ class Session:
         )
 
 
-#: Stands for a call with ``enabled=False`` in blocks of optimizers that such a call was given, and in handles.
+#: In blocks of optimizers that ``initialize(enabled=False)`` was given, and in handles.
 DISABLED = Session(Properties())
 
 
 @dataclass(eq=False)
-class CallState(Part):
-    """The latest call of ``initialize``; earlier ones are found from their optimizers.
+class SessionState(Part):
+    """The latest session; earlier ones are found from their optimizers.
 
     Attributes:
-        latest: The latest call.
+        latest: That of the latest call of ``initialize``, or of ``amp.init``.
         loaded_scalers: Scales and clean passes that were loaded before a call of ``initialize`` with optimizers.
     """
 
@@ -88,4 +88,4 @@ class CallState(Part):
     loaded_scalers: list[tuple[float, int]] | None = None
 
 
-call_state = state.add(CallState())
+session_state = state.add(SessionState())

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ampcompat import _torch
-from ampcompat.tools.core import Optimizer, latest_call, master_of
+from ampcompat.tools.core import Optimizer, latest_session, master_of
 from ampcompat.tools.explain.growth import History
 from ampcompat.tools.tensors import largest_on_device, readable
 
@@ -70,7 +70,7 @@ def _examine(optimizer: Optimizer) -> tuple[bool, bool, float | None, dict[int, 
 
 
 def _computes_in_float16() -> bool:
-    latest = latest_call()
+    latest = latest_session()
     return latest is not None and latest.half_dtype == torch.float16
 
 

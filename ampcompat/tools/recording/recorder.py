@@ -18,7 +18,7 @@ from ampcompat.tools.core import (
     SkipFlag,
     numbers_of,
     scale_and_passes,
-    steps_of_call,
+    steps_of_session,
 )
 from ampcompat.tools.recording.steps import Scale, Step
 
@@ -101,7 +101,7 @@ class Recorder:
             scales.append((scaler.loss_id, numbers_of(scaler) if copied is None else copied))
         step = Step(
             step=self.steps,
-            step_of_call=steps_of_call(optimizer),
+            step_of_session=steps_of_session(optimizer),
             skipped=False,
             losses=blocks.losses,
         )

@@ -27,14 +27,14 @@ class Step:
 
     Attributes:
         step: Its number, from 1, over all optimizers since the recorder began.
-        step_of_call: Its number over the optimizers of its call of ``initialize``.
+        step_of_session: Its number over the optimizers of its session.
         skipped: Whether it was skipped for an overflow.
         scales: The loss scalers of the ``scale_loss`` blocks since the optimizer's last step, after this one.
         losses: The loss of each of these blocks, unscaled (mean, if not scalar).
     """
 
     step: int
-    step_of_call: int
+    step_of_session: int
     skipped: bool
     scales: Sequence[Scale] = ()
     losses: Sequence[float] = ()

@@ -41,7 +41,7 @@ class Facts:
         rank, world: Of this process, and how many there are.
         error: What ended the script, in one line; None where nothing did, or it ended well.
         initialized, enabled: Whether ``initialize`` was called, and asked for amp.
-        opt_level, half: What the latest call was asked for; ``half`` is "" where nothing is half.
+        opt_level, half: What the latest session was asked for; ``half`` is "" where nothing is half.
         traced_steps: Optimizer steps whose ops were counted.
         steps, skipped: All optimizer steps, and those skipped for an overflow.
         blocks: ``scale_loss`` blocks.

@@ -40,9 +40,9 @@ class PrecisionReport:
         self._skipped = 0
         self._traced_steps = 0
         self._first: int | None = None  # the optimizer that stepped first
-        self._initialized = core.latest_call() is not None
+        self._initialized = core.latest_session() is not None
         self._waits_for_initialize = False
-        self._latest: core.LatestCall | None = None
+        self._latest: core.LatestSession | None = None
         self._rank, self._world = core.rank(), core.world_size()
         self._error: BaseException | None = None
 
@@ -121,7 +121,7 @@ class PrecisionReport:
     def _note(self) -> None:
         """Note what may be gone when the process ends: the rank, and what ``initialize`` was asked for."""
         self._rank, self._world = core.rank(), core.world_size()
-        self._latest = core.latest_call() or self._latest
+        self._latest = core.latest_session() or self._latest
 
     # -- what was seen -----------------------------------------------------------------------------------------------
     def facts(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class PrecisionReport:
         self._recorder.deliver(wait=True)
         if not self._traced_steps:
             self._note()
-        latest = core.latest_call() or self._latest
+        latest = core.latest_session() or self._latest
         half = None if latest is None else latest.half_dtype
         trace = self._trace
         ops = [OpCount(*op, count, trace.flops[op]) for op, count in trace.counts.most_common()]

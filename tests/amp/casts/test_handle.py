@@ -160,7 +160,7 @@ def by_initialize_and_its_handle():
 
 @pytest.mark.usefixtures("tensors_on_the_accelerator")
 @pytest.mark.parametrize("began", [by_init, by_initialize, by_initialize_and_its_handle])
-def test_code_outside_of_models_has_the_casts_of_the_latest_call_that_remains(began):
+def test_code_outside_of_models_has_the_casts_of_the_latest_session_that_remains(began):
     older = put_under_amp("O4")
     assert ambient_dtype() == torch.bfloat16
     end = began()

@@ -91,7 +91,7 @@ def test_casts_outside_models_survive_a_call_without_casts(level):
     assert product() == HALF
 
 
-def test_the_latest_call_with_casts_decides_outside_models():
+def test_the_latest_session_with_casts_decides_outside_models():
     first, _ = at("O1")
     second, _ = at("O4")
     assert product() == torch.bfloat16
@@ -200,7 +200,7 @@ def test_a_later_call_reactivates_no_earlier_model(later):
 
 
 def test_a_later_call_adds_no_casts_to_uncast_models():
-    """Models whose properties cast no functions keep that when a later call at O1 casts them."""
+    """Models whose properties cast no functions keep that when a later session at O1 casts them."""
     old, _ = at("O1", patch_torch_functions=False)
     half, _ = at("O2")
     for handle in (_amp_state.handle, init()):

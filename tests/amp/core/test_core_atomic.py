@@ -6,7 +6,7 @@ from core_kit import net, same, train
 from internals import sizes_of_state, view
 
 from ampcompat import amp
-from ampcompat.amp import frontend
+from ampcompat.amp import session_objects
 from ampcompat.amp.adapters import ddp
 from ampcompat.amp.half import casting
 from ampcompat.amp.lists import torch_overrides
@@ -41,12 +41,12 @@ PLACES = {
     "casting the first tensor": (casting, "_cast"),
     "casting a later tensor": (casting, "_cast", 3),
     "after a master was made": (casting, "ensure_master", 2, True),
-    "attaching the model": (frontend, "set_policy"),
+    "attaching the model": (session_objects, "set_policy"),
     "giving the optimizer a master": (groups, "model_tensor", 2),
     "attaching the optimizer": (groups, "match_state"),
     "watching wrappers": (ddp, "install"),
-    "beginning the casts": (frontend, "begin_casts"),
-    "after the casts have begun": (frontend, "begin_casts", 0, True),
+    "beginning the casts": (session_objects, "begin_casts"),
+    "after the casts have begun": (session_objects, "begin_casts", 0, True),
 }
 #: Levels at which a place is reached, where these are not all.
 LEVELS_OF_PLACES = {
@@ -132,7 +132,7 @@ def test_a_failure_at_another_level_is_repaired_too(first, level, place, monkeyp
     assert got[1] == want[1]
 
 
-@pytest.mark.parametrize("break_at", [(frontend, "set_policy", 1), (groups, "match_state", 1)])
+@pytest.mark.parametrize("break_at", [(session_objects, "set_policy", 1), (groups, "match_state", 1)])
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_failure_between_two_models_or_optimizers(level, break_at, monkeypatch):
     def initialized(fails):

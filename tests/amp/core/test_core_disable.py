@@ -141,7 +141,7 @@ def test_things_that_are_no_models_pass_a_disabled_call():
 
 @pytest.mark.parametrize(
     ("place", "calls"),
-    [("half.casting._cast", 2), ("scaling.optimizer.match_state", 0), ("frontend.set_policy", 0)],
+    [("half.casting._cast", 2), ("scaling.optimizer.match_state", 0), ("session_objects.set_policy", 0)],
 )
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_failure_half_way_is_repaired_by_the_same_call(level, place, calls, monkeypatch):

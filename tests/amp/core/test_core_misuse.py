@@ -701,7 +701,7 @@ def test_the_hook_of_steps_goes_with_the_watch():
 
 
 def test_blocks_that_scale_nothing_are_counted():
-    """The watch over another call of ``initialize`` ends with them."""
+    """The watch over another session ends with them."""
     start("O1")
     model, optimizer = start("O4")
     for _ in range(WATCHED):

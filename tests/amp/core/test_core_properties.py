@@ -1,13 +1,14 @@
 """Levels, overrides and the rules between them."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from ampcompat import amp
 from ampcompat.amp.frontend import Properties
-from ampcompat.amp.levels import LEVELS, Level
+from ampcompat.amp.levels import LEVELS
 from ampcompat.amp.properties import read_properties
 
 TABLE = {
@@ -123,7 +124,7 @@ def test_cast_model_type_takes_dtypes_and_false_alone(value):
 # -- a level is a row --------------------------------------------------------------------------------------------------
 def test_a_new_row_is_a_level(monkeypatch, capsys):
     """A half model in bfloat16, which no level is: the row alone says so, and it trains."""
-    row = Level("O6:  Pure BF16 training.", torch.bfloat16, False, None, False, False, 1.0)
+    row = replace(LEVELS["O3"], brief="O6:  Pure BF16 training.", cast_model_type=torch.bfloat16)
     monkeypatch.setitem(LEVELS, "O6", row)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
@@ -145,7 +146,7 @@ def test_a_new_row_is_a_level(monkeypatch, capsys):
 
 
 def test_a_new_row_in_bfloat16_may_have_a_dynamic_scale(monkeypatch):
-    row = Level("O6:  O5 with a dynamic scale.", torch.bfloat16, False, None, True, True, "dynamic")
+    row = replace(LEVELS["O5"], brief="O6:  O5 with a dynamic scale.", loss_scale="dynamic")
     monkeypatch.setitem(LEVELS, "O6", row)
     model, _ = amp.initialize(torch.nn.Linear(4, 4), opt_level="O6", verbosity=0), None
     assert model.weight.dtype == torch.bfloat16
@@ -153,7 +154,7 @@ def test_a_new_row_in_bfloat16_may_have_a_dynamic_scale(monkeypatch):
 
 
 def test_what_a_new_row_with_casts_allows_follows_from_it(monkeypatch):
-    row = Level("O6:  Casts, with a dynamic scale.", None, True, torch.bfloat16, None, None, "dynamic")
+    row = replace(LEVELS["O4"], brief="O6:  Casts, with a dynamic scale.", loss_scale="dynamic")
     monkeypatch.setitem(LEVELS, "O6", row)
     with pytest.raises(RuntimeError, match=r"master_weights=True at O6 - .* opt_level='O5'"):
         read("O6", master_weights=True)

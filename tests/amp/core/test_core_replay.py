@@ -61,7 +61,7 @@ def captured(monkeypatch):
     def capture(step):
         graph = Graph()
         with monkeypatch.context() as patch:
-            for module in (_torch, _torch.arithmetic):
+            for module in (_torch, _torch.host):
                 patch.setattr(module, "is_capturing", lambda: True)
                 patch.setattr(module, "host_value", lambda number: None)
             with graph:

@@ -262,7 +262,7 @@ def test_at_most_twenty_modules_are_named(layers, end):
 
 
 def test_a_call_that_failed_has_its_boundaries_once_it_is_made_again(monkeypatch):
-    from ampcompat.amp import frontend
+    from ampcompat.amp import session_objects
 
     def fail(*_):
         raise MemoryError
@@ -270,7 +270,7 @@ def test_a_call_that_failed_has_its_boundaries_once_it_is_made_again(monkeypatch
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
     with monkeypatch.context() as patch:
-        patch.setattr(frontend, "attach", fail)
+        patch.setattr(session_objects, "attach", fail)
         with pytest.raises(MemoryError):
             amp.initialize(model, optimizer, opt_level="O2", keep_fp32="wide", verbosity=0)
     amp.initialize(model, optimizer, opt_level="O2", keep_fp32="wide", verbosity=0)

@@ -18,10 +18,10 @@ KINDS = [(dim, transposed) for dim in (1, 2, 3) for transposed in (False, True)]
 
 
 @pytest.fixture
-def acquired(monkeypatch):
+def installed(monkeypatch):
     # as on a processor without half-precision arithmetic, whatever this one has
     monkeypatch.setattr("ampcompat._torch.halves_without_cpu_convolution", lambda: frozenset(HALVES))
-    cpu_convolution.acquire()
+    cpu_convolution.install()
 
 
 def arguments(dim, groups, dtype, layout=None):
@@ -41,7 +41,7 @@ def run(dim, transposed, args, **settings):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("dim", "transposed"), KINDS)
 @pytest.mark.parametrize("groups", [1, 2])
-def test_forward_and_backward_are_float32s_rounded_once(acquired, dim, transposed, groups, dtype):
+def test_forward_and_backward_are_float32s_rounded_once(installed, dim, transposed, groups, dtype):
     args = arguments(dim, groups, dtype)
     if transposed:
         args[2] = args[2].detach()[: args[1].shape[1] * groups].requires_grad_()
@@ -68,7 +68,7 @@ def test_backward_in_float32_where_half_has_none(dtype, backward, monkeypatch):
 
     monkeypatch.setattr("ampcompat._torch.dispatcher.composite", recorded)
     monkeypatch.setattr("ampcompat._torch.halves_without_cpu_convolution", frozenset)
-    cpu_convolution.acquire()
+    cpu_convolution.install()
     run(2, False, arguments(2, 1, dtype))
     assert computed == [("_convolution", dtype), ("convolution_backward", backward)]
 
@@ -83,13 +83,13 @@ def test_strides_are_those_of_torchs_own_kernels(dim, transposed, monkeypatch):
     for layout, dilation in itertools.product((None, LAYOUTS[dim + 2]), (1, 2)):
         args = arguments(dim, 1, torch.float16, layout)
         native = [t.stride() for t in run(dim, transposed, args, dilation=dilation)]
-        cpu_convolution.acquire()
+        cpu_convolution.install()
         ours = [t.stride() for t in run(dim, transposed, args, dilation=dilation)]
-        cpu_convolution.release()
+        cpu_convolution.uninstall()
         assert ours == native
 
 
-def test_double_backward(acquired):
+def test_double_backward(installed):
     args = arguments(2, 1, torch.float16)
     wide = [a.detach().float().requires_grad_() for a in args]
     seconds = []
@@ -106,17 +106,17 @@ def test_double_backward(acquired):
 def test_other_dtypes_are_bitwise_torchs_own(dtype):
     args = arguments(2, 2, dtype)
     plain = run(2, False, args, groups=2)
-    cpu_convolution.acquire()
+    cpu_convolution.install()
     assert all(torch.equal(a, b) for a, b in zip(run(2, False, args, groups=2), plain, strict=True))
 
 
-def test_mixed_dtypes_get_torchs_own_error(acquired):
+def test_mixed_dtypes_get_torchs_own_error(installed):
     x, weight, _ = arguments(2, 1, torch.float16)
     with pytest.raises(RuntimeError, match="type"):
         F.conv2d(x, weight.float())
 
 
-def test_vmap_and_inference_mode(acquired):
+def test_vmap_and_inference_mode(installed):
     x, weight, bias = (a.detach() for a in arguments(2, 1, torch.float16))
     with torch.inference_mode():
         assert F.conv2d(x, weight, bias).dtype is torch.float16
@@ -124,7 +124,7 @@ def test_vmap_and_inference_mode(acquired):
     assert torch.equal(mapped, F.conv2d(x, weight, bias))
 
 
-def test_a_compiled_half_net_equals_the_eager_one(acquired):
+def test_a_compiled_half_net_equals_the_eager_one(installed):
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Conv2d(4, 4, 3), torch.nn.ReLU(), torch.nn.ConvTranspose2d(4, 2, 3)).half()
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
@@ -138,12 +138,12 @@ def test_a_compiled_half_net_equals_the_eager_one(acquired):
 def test_release_and_reset_give_torchs_own_back():
     names = ["aten::_convolution", "aten::_convolution.deprecated", "aten::convolution_backward"]
     before = [torch._C._dispatch_dump(name) for name in names]
-    cpu_convolution.acquire()
-    cpu_convolution.acquire()
+    cpu_convolution.install()
+    cpu_convolution.install()
     assert [torch._C._dispatch_dump(name) for name in names] != before
-    cpu_convolution.release()
-    cpu_convolution.release()
+    cpu_convolution.uninstall()
+    cpu_convolution.uninstall()
     assert [torch._C._dispatch_dump(name) for name in names] == before
-    cpu_convolution.acquire()
+    cpu_convolution.install()
     reset()
     assert [torch._C._dispatch_dump(name) for name in names] == before

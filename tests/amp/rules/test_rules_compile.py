@@ -94,9 +94,9 @@ def test_graphs_from_before_the_rules_are_compiled_again():
     run, x = torch.compile(F.gelu, backend="aot_eager"), torch.ones(3).half()
     with torch.autocast(here(), dtype=torch.float16):
         assert run(x).dtype is torch.float16
-        installation.acquire([here()])
+        installation.install([here()])
         assert run(x).dtype is torch.float32
-        installation.release()
+        installation.uninstall()
         assert run(x).dtype is torch.float16
 
 
@@ -109,9 +109,9 @@ def test_the_cache_tag_follows_the_rules():
     try:
         tags = []
         for device_types in (["cpu"], ["cpu", "cuda"], ["cuda", "cpu"]):
-            installation.acquire(device_types)
+            installation.install(device_types)
             tags.append(config.cache_key_tag)
-            installation.release()
+            installation.uninstall()
             assert config.cache_key_tag == "mine"
         assert tags[0] != tags[1] == tags[2]
         assert all(tag.startswith("mine") and len(tag) > 4 for tag in tags)

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 if sys.argv[1] == "rules":
     from ampcompat.amp.casts import installation
-    installation.acquire(["cpu"])
+    installation.install(["cpu"])
 
 @torch.compile(fullgraph=True)
 def loss(x):

@@ -38,42 +38,42 @@ def test_release_leaves_nothing_behind():
     """The dispatcher, torch's functions and its settings are as they were before ``acquire``."""
     before = registrations(), settings(), functions()
     for _ in range(3):
-        installation.acquire(_torch.autocast_device_types())
+        installation.install(_torch.autocast_device_types())
         assert (registrations(), settings()) != before[:2]
         assert functions() != before[2]
-        installation.release()
+        installation.uninstall()
         assert (registrations(), settings(), functions()) == before
 
 
 def test_reset_releases():
     before = registrations()
-    installation.acquire(["cpu", "cuda"])
+    installation.install(["cpu", "cuda"])
     reset()
     assert registrations() == before
     assert not device_types_with_rules()
 
 
 def test_acquire_is_idempotent_and_grows():
-    installation.acquire(["cpu"])
+    installation.install(["cpu"])
     once = registrations()
-    installation.acquire(["cpu", "cpu"])
+    installation.install(["cpu", "cpu"])
     assert registrations() == once
-    installation.acquire(["cuda", "cpu"])
+    installation.install(["cuda", "cpu"])
     assert device_types_with_rules() == {"cpu", "cuda"}
-    installation.release()
-    installation.release()
+    installation.uninstall()
+    installation.uninstall()
     assert not device_types_with_rules()
 
 
 def test_a_device_type_without_autocast_is_passed_over():
-    installation.acquire(["meta", "no such device"])
+    installation.install(["meta", "no such device"])
     assert not device_types_with_rules()
     assert "cpu" not in torch.Tensor.__dict__
 
 
 def test_a_failing_registration_leaves_torch_as_it_was(monkeypatch):
     before = registrations(), functions()
-    planned, impl = len(rules.planned("cpu", "AutocastCPU")), torch.library.Library.impl
+    planned, impl = len(rules.plan_for("cpu", "AutocastCPU")), torch.library.Library.impl
     calls = []
 
     def failing(self, op, kernel, key):
@@ -84,14 +84,14 @@ def test_a_failing_registration_leaves_torch_as_it_was(monkeypatch):
 
     monkeypatch.setattr(torch.library.Library, "impl", failing)
     with pytest.raises(RuntimeError, match="no more"):
-        installation.acquire(["cpu", "cuda"])
+        installation.install(["cpu", "cuda"])
     assert (registrations(), functions()) == before
     assert not device_types_with_rules()
 
 
 def test_only_what_native_autocast_lacks_is_registered():
-    cpu = {_torch.op_name(op) for op in rules.planned("cpu", "AutocastCPU")}
-    cuda = {_torch.op_name(op) for op in rules.planned("cuda", "AutocastCUDA")}
+    cpu = {_torch.op_name(op) for op in rules.plan_for("cpu", "AutocastCPU")}
+    cuda = {_torch.op_name(op) for op in rules.plan_for("cuda", "AutocastCUDA")}
     assert {"aten::mv", "aten::exp", "aten::lstm.input", "aten::binary_cross_entropy"} <= cpu
     assert not {"aten::mm", "aten::linear", "aten::mse_loss", "aten::add.Tensor"} & (cpu | cuda)
     assert {"aten::gelu", "aten::std.correction", "aten::grid_sampler", "aten::binary_cross_entropy"} <= cuda
@@ -101,7 +101,7 @@ def test_only_what_native_autocast_lacks_is_registered():
 @pytest.mark.parametrize("device_type", _torch.autocast_device_types())
 def test_no_op_with_a_rule_takes_a_tensor_by_keyword_only(device_type):
     """The kernels cast positional arguments, which is how the dispatcher passes all the others."""
-    for op, (_, rule) in rules.planned(device_type, _torch.autocast_key(device_type)).items():
+    for op, (_, rule) in rules.plan_for(device_type, _torch.autocast_key(device_type)).items():
         if rule is rules.Rule.UNCAST:  # out=
             continue
         keywords = [a for a in op._schema.arguments if a.kwarg_only]
@@ -110,5 +110,5 @@ def test_no_op_with_a_rule_takes_a_tensor_by_keyword_only(device_type):
 
 def test_a_device_without_autocast_kernels():
     """It gets rules for every op of the lists."""
-    hpu = {_torch.op_name(op) for op in rules.planned("hpu", "AutocastHPU")}
+    hpu = {_torch.op_name(op) for op in rules.plan_for("hpu", "AutocastHPU")}
     assert {"aten::mm", "aten::linear", "aten::softmax.int", "aten::lstm.input", "aten::grid_sampler"} <= hpu

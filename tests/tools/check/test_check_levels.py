@@ -42,7 +42,8 @@ def test_every_level_is_read():
 def new_row(monkeypatch):
     """A level O6, with masters and a static scale, as a row of the table makes it."""
     code = TABLE.read_text("utf-8")
-    row = '    "O6": Level("O6", torch.bfloat16, False, None, True, True, loss_scale=128.0),\n'
+    weights = "cast_model_type=torch.bfloat16, patch_torch_functions=False, patch_torch_functions_type=None"
+    row = f'    "O6": Level(brief="O6", {weights}, keep_batchnorm_fp32=True, master_weights=True, loss_scale=128.0),\n'
     start = code.index("LEVELS: dict")
     end = code.index("\n}\n", start) + 1
     levels = read_levels(code[:end] + row + code[end:])

@@ -61,11 +61,11 @@ def gradients_stay_scaled(monkeypatch):
 
 
 def no_casts(monkeypatch):
-    monkeypatch.setattr("ampcompat.amp.frontend.begin_casts", nothing)
+    monkeypatch.setattr("ampcompat.amp.session_objects.begin_casts", nothing)
 
 
 def no_weights_in_half(monkeypatch):
-    monkeypatch.setattr("ampcompat.amp.frontend.cast_weights", nothing)
+    monkeypatch.setattr("ampcompat.amp.session_objects.cast_weights", nothing)
 
 
 def scale_is_not_loaded(monkeypatch):

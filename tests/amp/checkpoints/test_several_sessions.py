@@ -1,4 +1,4 @@
-"""Models that several calls of ``initialize`` were given: the networks of a GAN, a model and its average, k folds."""
+"""Several sessions, each of one call of ``initialize``: the networks of a GAN, a model and its average, k folds."""
 
 import copy
 import functools
@@ -25,7 +25,7 @@ ORDERS = [
 
 
 class Pair:
-    """Two networks, each trained by an optimizer and a call of its own."""
+    """Two networks, each trained by an optimizer and a session of its own."""
 
     def __init__(self, level, seed=0):
         torch.manual_seed(seed)
@@ -86,7 +86,7 @@ def test_both_optimizers_resume_bitwise_in_any_order_of_the_loads(level, order):
     file, want = interrupted(level)
     reset()
     saved = torch.load(io.BytesIO(file), weights_only=True)
-    scales = {"loss_scaler0": (2.0**16, 3), "loss_scaler1": (2.0**15, 1)}  # the generator's call was the later one
+    scales = {"loss_scaler0": (2.0**16, 3), "loss_scaler1": (2.0**15, 1)}  # the generator's session is the later one
     assert saved["amp"] == {name: {"loss_scale": scale, "unskipped": n} for name, (scale, n) in scales.items()}
     run = Pair(level, seed=9)
     run.steps = 3
@@ -102,16 +102,16 @@ def test_both_optimizers_resume_bitwise_in_any_order_of_the_loads(level, order):
     same(run.state(), want)
 
 
-@pytest.mark.parametrize("calls_before", [0, 1])
-def test_scalers_that_are_loaded_before_the_last_call_go_to_one_call(calls_before, capsys):
-    """To the first with optimizers, and a warning says what to do; later calls begin afresh."""
+@pytest.mark.parametrize("sessions_before", [0, 1])
+def test_scalers_that_are_loaded_before_the_last_session_go_to_one_session(sessions_before, capsys):
+    """To the first with optimizers, and a warning says what to do; later sessions begin afresh."""
     file, _ = interrupted("O2")
     reset()
     run = Pair("O2")
-    for name in NAMES[:calls_before]:
+    for name in NAMES[:sessions_before]:
         run.initialize(name)
     amp.load_state_dict(torch.load(io.BytesIO(file), weights_only=True)["amp"])
-    for name in NAMES[calls_before:]:
+    for name in NAMES[sessions_before:]:
         run.initialize(name)
     assert scales_saved() == [2.0**16, 2.0**16]
     assert [entry["unskipped"] for entry in amp.state_dict().values()] == [0, 3]
@@ -129,7 +129,7 @@ def scales_saved():
     return [entry["loss_scale"] for entry in amp.state_dict().values()]
 
 
-def test_scalers_of_a_call_whose_optimizers_are_gone_are_not_saved():
+def test_scalers_of_a_session_whose_optimizers_are_gone_are_not_saved():
     first = start(loss_scale=2.0)
     second = start(loss_scale=4.0, num_losses=2)
     third = start(loss_scale=8.0)
@@ -140,7 +140,7 @@ def test_scalers_of_a_call_whose_optimizers_are_gone_are_not_saved():
     assert None not in (first, third)
 
 
-def test_an_optimizer_that_a_later_call_takes_counts_for_that_call():
+def test_an_optimizer_that_a_later_session_takes_counts_for_that_session():
     model, optimizer = start(loss_scale=2.0)
     other = start(loss_scale=4.0)
     amp.initialize(model, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0)
@@ -166,7 +166,7 @@ def test_a_fold_that_is_resumed_leaves_the_next_fold_alone():
     del fourth
 
 
-def test_disabled_calls_have_no_scalers_and_leave_those_of_others():
+def test_disabled_sessions_have_no_scalers_and_leave_those_of_others():
     _held = start(loss_scale=2.0)
     amp.initialize(Net(), enabled=False)
     assert scales_saved() == [2.0]
@@ -174,7 +174,7 @@ def test_disabled_calls_have_no_scalers_and_leave_those_of_others():
     assert scales_saved() == [4.0]
 
 
-# -- calls without optimizers ------------------------------------------------------------------------------------------
+# -- sessions without optimizers ---------------------------------------------------------------------------------------
 def block(model, optimizer):
     """One pass."""
     with amp.scale_loss(model(torch.ones(4, 4)).float().mean(), optimizer) as scaled:
@@ -183,7 +183,7 @@ def block(model, optimizer):
 
 @pytest.mark.parametrize("average_first", [False, True])
 def test_the_scaler_in_use_is_shown_where_an_average_is_initialized_without_optimizers(average_first):
-    """Mean teachers and MoCo initialize the averaged model by a call of its own; apex saved one scaler."""
+    """Mean teachers and MoCo initialize the averaged model in a session of its own; apex saved one scaler."""
     if average_first:
         amp.initialize(Net(), opt_level="O2", verbosity=0)
     model, optimizer = start()
@@ -200,7 +200,7 @@ def test_the_scaler_in_use_is_shown_where_an_average_is_initialized_without_opti
         assert scaled.item() == 2.0**8
 
 
-def test_a_scaler_that_a_script_puts_into_the_list_goes_to_the_call_in_use():
+def test_a_scaler_that_a_script_puts_into_the_list_goes_to_the_session_in_use():
     _model, optimizer = start()
     amp.initialize(Net(), opt_level="O2", verbosity=0)
     amp._amp_state.loss_scalers[0] = amp.scaler.LossScaler(4.0)
@@ -224,7 +224,7 @@ def test_a_checkpoint_goes_to_the_scaler_in_use_in_any_order(order, capsys):
     assert "Warning" not in capsys.readouterr().out
 
 
-def test_a_call_without_optimizers_has_its_scalers_shown_where_it_is_alone():
+def test_a_session_without_optimizers_has_its_scalers_shown_where_it_is_alone():
     _held = start(loss_scale=2.0)
     del _held
     gc.collect()
@@ -235,7 +235,7 @@ def test_a_call_without_optimizers_has_its_scalers_shown_where_it_is_alone():
 
 # -- runs beside one another -------------------------------------------------------------------------------------------
 def test_a_second_run_in_one_process_is_told_nothing(capsys):
-    """A notebook's cell that is run again: the latest call's scaler is restored, and the earlier run's stays."""
+    """A notebook's cell that is run again: the latest session's scaler is restored, and the earlier run's stays."""
     runs = []
     for _ in range(2):
         model = Net()
@@ -247,7 +247,7 @@ def test_a_second_run_in_one_process_is_told_nothing(capsys):
     assert scales == [512.0, 65536.0]
 
 
-def test_a_scaler_of_the_latest_call_that_is_missing(capsys):
+def test_a_scaler_of_the_latest_session_that_is_missing(capsys):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     amp.initialize(model, optimizer, opt_level="O2", num_losses=2, verbosity=0)
