@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from amp_training import make_step
+from amp_training import assert_masters_agree, make_step
 from internals import masters_by_name
-from nets import MASTER_LEVELS, Net, batch, made, masters_agree, train
+from nets import MASTER_LEVELS, Net, batch, made, train
 
 from ampcompat import amp
 
@@ -40,7 +40,7 @@ def test_sync_masters_counts_late_writes_through_data():
     handed = model.state_dict()
     handed["head.weight"].data.mul_(2)
     assert amp.sync_masters(model) == 1
-    masters_agree(model, optimizer)
+    assert_masters_agree(model, optimizer)
     assert amp.sync_masters(model) == 0
 
 
@@ -62,7 +62,7 @@ def test_an_exported_state_dict_does_not_spoil_a_graph():
     model.state_dict()
     loss = loss + model(batch(1)).pow(2).mean()
     make_step(optimizer, loss)
-    masters_agree(model, optimizer)
+    assert_masters_agree(model, optimizer)
 
 
 # -- graphs that hold half weights -------------------------------------------------------------------------------------
@@ -147,14 +147,14 @@ def test_load_into_a_submodule_partial_and_not_strict():
     assert result.unexpected_keys == ["alien"]
     assert "body.0.bias" in result.missing_keys
     assert torch.equal(model.state_dict()["body.0.weight"], source["body.0.weight"])
-    masters_agree(model, optimizer)
+    assert_masters_agree(model, optimizer)
 
 
 def test_a_load_that_fails_leaves_shapes_and_invariant():
     model, optimizer = made()
     with pytest.raises(RuntimeError, match="size mismatch"):
         model.load_state_dict({**Net_state(7), "head.weight": torch.zeros(5, 5)})
-    masters_agree(model, optimizer)
+    assert_masters_agree(model, optimizer)
     train(model, optimizer)
 
 
@@ -167,7 +167,7 @@ def test_loading_its_own_state_dict_changes_no_bit():
     before["body.1.num_batches_tracked"] += 1
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]) or "running" in name, name
-    masters_agree(model, optimizer)
+    assert_masters_agree(model, optimizer)
 
 
 # -- dtype and device --------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def test_a_new_optimizer_takes_the_same_masters():
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert {id(p) for p in amp.master_params(second)} == {id(p) for p in amp.master_params(optimizer)}
     train(model, second)
-    masters_agree(model, second)
+    assert_masters_agree(model, second)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])

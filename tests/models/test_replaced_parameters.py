@@ -4,7 +4,8 @@ import warnings
 
 import pytest
 import torch
-from nets import MASTER_LEVELS, Tied, masters_agree
+from amp_training import assert_masters_agree
+from nets import MASTER_LEVELS, Tied
 from seeded import seeded
 from torch import nn
 
@@ -109,7 +110,7 @@ def test_one_that_is_added_is_trained_in_its_group(level, when):
         optimizer.add_param_group({"params": [new], "lr": 0.25})
     step(model, optimizer)
     assert torch.equal(model.state_dict()["layer.weight"], start - 0.25)
-    masters_agree(model, optimizer)
+    assert_masters_agree(model, optimizer)
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": [new]})
 
@@ -151,7 +152,7 @@ def test_tied_weights_stay_tied_when_parameters_are_assigned(level):
         warnings.simplefilter("error")
         step(model, optimizer)
     assert not torch.equal(model.state_dict()["encoder.weight"], want["encoder.weight"])
-    masters_agree(model, optimizer)
+    assert_masters_agree(model, optimizer)
 
 
 @LEVEL

@@ -12,12 +12,12 @@ import threading
 import pytest
 import torch
 from counting import counted
+from internals import master_of
 from nets import MASTER_LEVELS
 from process_group import destroy_process_group
 from test_written_weights import STEPS, Run
 
 from ampcompat import amp
-from ampcompat.amp.half.masters import master_of
 
 pytestmark = pytest.mark.torch
 

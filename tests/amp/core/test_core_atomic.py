@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from core_kit import net, same, train
+from amp_training import net, same, train
 from internals import sizes_of_state, view
 
 from ampcompat import amp

@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 import torch
-from core_kit import backward, loss_of, masters, net, same, sgd, start, train
+from amp_training import backward, loss_of, masters, net, same, sgd, start, train
 from python_process import run_python
 
 from ampcompat import amp

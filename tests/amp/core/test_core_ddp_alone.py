@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from core_kit import backward, loss_of, net, start
+from amp_training import backward, loss_of, net, start
 from process_group import destroy_process_group
 from torch.nn.parallel import DistributedDataParallel
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from core_kit import backward, loss_of, masters, net, same, sgd, start
+from amp_training import backward, loss_of, masters, net, same, sgd, start
 from internals import float32_masters, process_state
 
 from ampcompat import amp

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from core_kit import Net, backward, batch, loss_of, net, same, sgd, start, train
+from amp_training import Net, backward, batch, loss_of, net, same, sgd, start, train
 from internals import is_under_amp, scaler_of
 
 from ampcompat import amp

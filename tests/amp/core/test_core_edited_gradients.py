@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from core_kit import backward, loss_of, masters, net, same, sgd, start
+from amp_training import backward, loss_of, masters, net, same, sgd, start
 from counting import Counter
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from core_kit import assert_tied, backward, loss_of, masters, same, sgd, start, train
+from amp_training import assert_masters_agree, backward, loss_of, masters, same, sgd, start, train
 
 from ampcompat import amp
 
@@ -43,7 +43,7 @@ def run_bag(level, sparse, steps=3):
         optimizer.step()
         optimizer.zero_grad()
         if level == "O2":
-            assert_tied(model)
+            assert_masters_agree(model)
     return masters(optimizer)
 
 

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from core_kit import backward, sgd, start, train
+from amp_training import backward, sgd, start, train
 from internals import skipped_as_far_as_known
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from core_kit import backward, loss_of, masters, same, start, train
+from amp_training import backward, loss_of, masters, same, start, train
 
 from ampcompat import amp
 

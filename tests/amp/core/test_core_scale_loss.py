@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from core_kit import backward, batch, loss_of, masters, net, same, sgd, start, train
+from amp_training import backward, batch, loss_of, masters, net, same, sgd, start, train
 from internals import scaler_of
 
 from ampcompat import amp

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from core_kit import Net, backward, masters, net, same, start, train
+from amp_training import Net, backward, masters, net, same, start, train
 from counting import Counter
 from internals import overflow_flags
 from seeded import seeded

@@ -5,7 +5,7 @@ Recorded runs of public scripts depend on the count: with another one their scal
 
 import pytest
 import torch
-from core_kit import backward, loss_of, masters, same, start
+from amp_training import backward, loss_of, masters, same, start
 
 from ampcompat import amp
 

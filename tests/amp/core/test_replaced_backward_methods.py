@@ -7,7 +7,7 @@ import contextlib
 import types
 
 import pytest
-from core_kit import backward, loss_of, masters, net, same, sgd, start
+from amp_training import backward, loss_of, masters, net, same, sgd, start
 
 from ampcompat import amp
 

@@ -4,7 +4,7 @@ import types
 
 import pytest
 import torch
-from core_kit import backward, masters, same, start, train
+from amp_training import backward, masters, same, start, train
 from torch.optim import lr_scheduler
 
 from ampcompat import amp

@@ -7,7 +7,7 @@ import unittest
 import pytest
 import torch
 import torch.nn.functional as F
-from core_kit import net, sgd, start, train
+from amp_training import net, sgd, start, train
 from internals import is_anything_initialized, reset
 from python_process import run_python
 

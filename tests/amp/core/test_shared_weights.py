@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from core_kit import same
+from amp_training import same
 from internals import is_in_block, master_of, overflow_flags
 from seeded import seeded
 from torch import nn

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import pytest
 import torch
 import torch.nn.functional as F
-from amp_training import explainer, initialized, make_step, reset
-from explain_kit import explain, told
-from internals import observers
+from amp_training import initialized, make_step
+from explain_kit import explain, explainer, told
+from internals import observers, reset
 from packaging.version import Version
 from torch import nn
 

@@ -5,8 +5,9 @@ from collections import deque
 import pytest
 import torch
 import torch.nn.functional as F
-from amp_training import initialized, last_words, make_step, reset
-from explain_kit import explain, told
+from amp_training import initialized, make_step
+from explain_kit import explain, last_words, told
+from internals import reset
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 

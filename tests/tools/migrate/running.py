@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import torch
+from internals import reset
 
-from ampcompat._state import state
 from ampcompat.alias import install_as_apex
 from ampcompat.tools.migrate.tree import migrate_paths
 
@@ -91,7 +91,7 @@ def imports(folder, apex):
         try:
             yield
         finally:
-            state.reset()
+            reset()
             for name in [name for name, module in sys.modules.items() if is_of(module, folder)]:
                 del sys.modules[name]
 

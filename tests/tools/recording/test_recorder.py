@@ -1,6 +1,6 @@
 import pytest
 import torch
-from amp_training import reset
+from internals import reset
 
 from ampcompat import amp
 from ampcompat.amp.observers import observing

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from amp_training import initialized, make_step, reset
-from internals import observers
+from amp_training import initialized, make_step
+from internals import observers, reset
 from report_runs import Net, one_step, train
 from torch import nn
 

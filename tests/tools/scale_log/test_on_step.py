@@ -1,7 +1,6 @@
 import pytest
 import torch
-from amp_training import reset
-from internals import observers
+from internals import observers, reset
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import _torch, amp
