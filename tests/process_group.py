@@ -1,8 +1,23 @@
-"""How a test leaves a process group."""
+"""Process groups of tests: of one process, which is this one, and of two."""
 
+import contextlib
+import datetime
+import socket
 import time
 
+import torch
 import torch.distributed as dist
+from internals import reset
+from packaging.version import Version
+
+from ampcompat._torch import TORCH
+
+
+def free_port():
+    """Return a port at which no process listens."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
 
 
 def destroy_process_group():
@@ -13,3 +28,43 @@ def destroy_process_group():
     """
     time.sleep(0.2)
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def process_group_of_one():
+    """Make this process the only rank of the default group; tests ask for the fixture ``group_of_one``."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        destroy_process_group()
+
+
+def run_on_two_processes(check):
+    """Call ``check(rank)`` in two processes: forked if they can be, since torch takes long to import.
+
+    ``check`` is a function of a module, where a process that is spawned finds it. When it fails on one rank, the other
+    is ended, and this raises.
+
+    Beside a GPU the autograd engine has threads, which a fork does not survive; from torch 2.14 on, other tests may
+    have started some without a GPU, too.
+    """
+    may_have_threads = torch.cuda.is_available() or Version("2.14") <= TORCH
+    method = "spawn" if may_have_threads else "fork"
+    torch.multiprocessing.start_processes(_run, (free_port(), check), nprocs=2, start_method=method)
+
+
+def _run(rank, port, check):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(minutes=10),
+    )
+    try:
+        check(rank)
+        reset()
+    finally:
+        destroy_process_group()

@@ -3,22 +3,16 @@
 import functools
 import json
 import os
-import socket
 from pathlib import Path
 
 import pytest
 from all_checks import AT_EVERY_LEVEL, AT_TWO_LEVELS
+from process_group import free_port
 from python_process import PATH_WITH_TESTS, run_python
 
 pytestmark = pytest.mark.torch
 
 HERE = Path(__file__).parent
-
-
-def free_port() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
 
 
 #: Ranks, how they are started, the steps of runs that are compared, and the levels. The first is not slow.
@@ -53,7 +47,7 @@ def failures(tmp_path_factory):
         if how == "torchrun":
             command = ["-m", "torch.distributed.run", f"--nproc_per_node={world}", f"--master_port={port}"]
             command += [launch, str(directory)]
-        environment = {**os.environ, "PYTHONPATH": PATH_WITH_TESTS, "TEST_PORT": port, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": PATH_WITH_TESTS, "TEST_PORT": str(port), "OMP_NUM_THREADS": "1"}
         environment |= {"TEST_STEPS": str(steps), "TEST_LEVELS": levels}
         environment["TMPDIR"] = str(tmp_path_factory.mktemp("checkpoints"))
         run = run_python(command, env=environment, fresh=how == "torchrun")

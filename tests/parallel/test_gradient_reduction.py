@@ -7,10 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from amp_training import make_step
-from process_group import destroy_process_group
+from process_group import run_on_two_processes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from two_processes import run_on_two_processes
 
 from ampcompat import amp
 from ampcompat.parallel import DistributedDataParallel
@@ -407,14 +406,7 @@ CHECKS = [value for name, value in list(globals().items()) if name.startswith("c
 @pytest.mark.filterwarnings("ignore:`torch.cpu.amp.autocast:FutureWarning")  # torch 2.4's checkpoint
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 def test_on_two_processes(check):
-    run_on_two_processes([check])
-
-
-@pytest.fixture
-def group_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    destroy_process_group()
+    run_on_two_processes(check)
 
 
 @pytest.mark.usefixtures("group_of_one")

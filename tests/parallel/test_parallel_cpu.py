@@ -5,8 +5,8 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from process_group import run_on_two_processes
 from torch import nn
-from two_processes import run_on_two_processes
 
 from ampcompat.parallel import (
     LARC,
@@ -132,17 +132,12 @@ def check_sync_batch_norm(rank):
         create_syncbn_process_group(3)
 
 
-CHECKS = [
-    check_gradients,
-    check_wrapper,
-    check_fallback,
-    check_reducer,
-    check_sync_batch_norm,
-]
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
 
 
-def test_two_processes():
-    run_on_two_processes(CHECKS)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+def test_on_two_processes(check):
+    run_on_two_processes(check)
 
 
 @pytest.mark.parametrize("make", [lambda: DistributedDataParallel(model()), lambda: Reducer(model())])

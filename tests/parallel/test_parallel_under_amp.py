@@ -7,10 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from amp_training import make_step
-from process_group import destroy_process_group
+from process_group import run_on_two_processes
 from python_process import run_python
 from torch import nn
-from two_processes import run_on_two_processes
 
 from ampcompat import amp
 from ampcompat.optimizers import FusedAdam
@@ -201,33 +200,22 @@ def check_accumulation_without_reduction(rank):
             torch.testing.assert_close(one, other, rtol=4e-3, atol=4e-3)  # half gradients of halves of a batch
 
 
-CHECKS = [
-    check_training,
-    check_reduction_by_hand,
-    check_accumulation_without_reduction,
-    check_float32_reduction,
-    check_flat_dist_call,
-    check_reducer,
-    check_sync_batch_norm,
-    check_convert,
-]
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
 
 
-def test_two_processes():
-    run_on_two_processes(CHECKS)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+def test_on_two_processes(check):
+    run_on_two_processes(check)
 
 
+@pytest.mark.usefixtures("group_of_one")
 def test_unused_keywords_are_said_once_on_rank_0(capsys):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        DistributedDataParallel(net(), num_allreduce_streams=2, retain_allreduce_buffers=True)
-        said = capsys.readouterr().out
-        assert said.count("\n") == 1
-        assert "no effect: retain_allreduce_buffers, num_allreduce_streams" in said
-        DistributedDataParallel(net(), prof=True, message_size=1000)
-        assert capsys.readouterr().out == ""
-    finally:
-        destroy_process_group()
+    DistributedDataParallel(net(), num_allreduce_streams=2, retain_allreduce_buffers=True)
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    assert "no effect: retain_allreduce_buffers, num_allreduce_streams" in said
+    DistributedDataParallel(net(), prof=True, message_size=1000)
+    assert capsys.readouterr().out == ""
 
 
 def test_a_batch_norm_that_is_itself_the_model_converts():

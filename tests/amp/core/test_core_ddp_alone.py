@@ -2,21 +2,12 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from amp_training import backward, loss_of, net, start
-from process_group import destroy_process_group
 from torch.nn.parallel import DistributedDataParallel
 
 from ampcompat import amp
 
-pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(autouse=True)
-def process_group(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    destroy_process_group()
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("group_of_one")]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])

@@ -3,13 +3,13 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from process_group import free_port
 from python_process import run_python
 
 ROOT = Path(__file__).parents[3]
@@ -38,12 +38,6 @@ if "destroy" in sys.argv:
     time.sleep(0.2)  # see process_group.py
     torch.distributed.destroy_process_group()
 """
-
-
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def explained(tmp_path, *arguments):
