@@ -31,8 +31,9 @@ def nothing_runs(monkeypatch, tmp_path):
     (tmp_path / "there.py").write_text("from apex import amp\n")
 
 
-OPTIONS = ["--opt-level", "--dtype", "--keep-fp32", "--explain", "--report", "--force", "--json", "--to", "--write"]
-OPTIONS += ["--opt-levels", "--dtypes", "--steps", "--seed", "--rtol", "--atol", "--smooth", "--timeout", "--out"]
+OPTIONS = ["--opt-level", "--dtype", "--keep-fp32", "--explain", "--report", "--force"]  # of run and parity
+OPTIONS += ["--steps", "--rtol", "--atol", "--timeout", "--out", "--device"]
+OPTIONS += ["--all", "--format", "--to", "--write", "--check"]  # of check and migrate
 VALUES = ["O1", "O9", "fp16", "bf16", "native", "ampcompat", "0", "-1", "1e309", "nan", "9" * 30, "", ",", "a,b", "**["]
 PATHS = ["there.py", "missing.py", "there.py/below", ".", "/dev/null/x", "x" * 300, "\udcff.py", "-"]
 WORDS = st.one_of(
