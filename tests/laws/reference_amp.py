@@ -157,7 +157,7 @@ class Raised(Exception):
 
 
 class Refused(Exception):
-    """What amp must refuse, with a RuntimeError and without a change."""
+    """What amp must refuse inside of a block, with a RuntimeError and without a change."""
 
 
 class Reference:
@@ -250,14 +250,10 @@ class Reference:
         return {**found, **self.saved, "skipped": self.skipped}
 
     def take(self, step):
-        """Take one step of a program: "taken", or "refused" where amp must refuse it, or "impossible" now."""
+        """Take one step of a program; return "taken", or "impossible" where a script could not take it now."""
         self.saved, self.skipped = {}, None
-        try:
-            possible = getattr(self, step["do"])(step) is not False
-        except Refused:
-            return "refused"
-        finally:
-            assert self.sums_show()
+        possible = getattr(self, step["do"])(step) is not False
+        assert self.sums_show()
         return "taken" if possible else "impossible"
 
     def sums_show(self):

@@ -183,7 +183,9 @@ def test_gradients_may_be_declared_unscaled_at_the_end_of_an_accumulation(level)
     model, optimizer = start(level)
     backward(model, optimizer, 1, delay_unscale=True)
     backward(model, optimizer, 1)
+    unscaled = grads(optimizer)
     optimizer._amp_stash.params_have_scaled_gradients = False
+    assert same(grads(optimizer), unscaled)
 
 
 def test_a_delayed_overflow_check_says_the_scale_that_will_be(capsys):
