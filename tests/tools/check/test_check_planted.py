@@ -1,7 +1,7 @@
 """Mistakes that people made with amp, planted in scripts that train as they should."""
 
 import pytest
-from corpora import scripts
+from healthy_scripts import scripts
 
 from ampcompat.tools.check import scan_source
 

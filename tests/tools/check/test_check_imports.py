@@ -1,7 +1,7 @@
 """A file has the same findings whatever lies beside it, unless an import ties the two."""
 
 import pytest
-from corpora import scripts, trees
+from healthy_scripts import scripts, trees
 from rule_examples import BLOCK, CLIP, INIT, START
 
 from ampcompat.tools.check import scan, scan_source

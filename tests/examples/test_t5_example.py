@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from python_process import run_python
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "docs" / "examples" / "t5.py"
 
 
