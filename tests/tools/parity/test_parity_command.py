@@ -1,3 +1,5 @@
+"""``ampcompat parity`` from its arguments to its exit status; most tests stand in for the processes it starts."""
+
 import json
 import re
 import subprocess

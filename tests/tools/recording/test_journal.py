@@ -1,3 +1,5 @@
+"""The journal that a recorded script writes: one line a step, and how the script ended."""
+
 import contextlib
 import dataclasses
 import json

@@ -1,3 +1,5 @@
+"""What the recorder makes of blocks and steps: losses, scales and skips."""
+
 import pytest
 import torch
 from internals import reset

@@ -1,3 +1,5 @@
+"""``amp.on_step``: the records that a callback gets, and when it ends."""
+
 import pytest
 import torch
 from internals import observers, reset
