@@ -94,11 +94,11 @@ class Real:
                 raise Raised
 
     def take_inside(self, steps):
-        for step in steps:
-            if step["fate"] == "refused":
-                assert refuses(self, step), f"inside of a block, {step} is not refused"
-            elif step["fate"] == "taken":
-                getattr(self, step["do"])(step)
+        for inner in steps:
+            if inner["fate"] == "refused":
+                assert refuses(self, inner), f"inside of a block, {inner} is not refused"
+            elif inner["fate"] == "taken":
+                getattr(self, inner["do"])(inner)
 
     def nested(self, step):
         parts = step["outer"], step["inner"]
