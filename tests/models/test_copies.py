@@ -2,7 +2,6 @@
 
 import copy
 import io
-import os
 import pickle
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from amp_training import assert_masters_agree
 from nets import LEVELS, MASTER_LEVELS, Child, Net, Routed, Tied, batch, made, train
-from python_process import PATH_WITH_TESTS, run_python
+from python_process import run_python
 from torch import nn
 
 from ampcompat import amp
@@ -234,7 +233,7 @@ def test_saved_whole_and_loaded_in_a_fresh_process(tmp_path):
         torch.save(model, path)
         wanted[path] = model(batch()), {k: v.clone() for k, v in model.state_dict().items()}
     here = Path(__file__).parent
-    run = run_python(["-c", SCRIPT, here, *wanted], env={**os.environ, "PYTHONPATH": PATH_WITH_TESTS})
+    run = run_python(["-c", SCRIPT, here, *wanted])
     assert run.returncode == 0, run.stderr
     for path, (out, state) in wanted.items():
         got = torch.load(path, weights_only=True)
@@ -258,7 +257,7 @@ def test_a_write_through_data_is_seen_in_a_fresh_process(tmp_path):
     path = tmp_path / "model.pt"
     torch.save(model, path)
     arguments = ["-c", WRITES_THROUGH_DATA, Path(__file__).parent, path]
-    run = run_python(arguments, env={**os.environ, "PYTHONPATH": PATH_WITH_TESTS})
+    run = run_python(arguments)
     assert run.returncode == 0, run.stderr
 
 

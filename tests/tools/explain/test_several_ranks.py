@@ -98,9 +98,9 @@ def test_the_counts_are_told_once_by_processes_that_forget_their_rank(tmp_path):
     """The process group is gone when they end, and no launcher has told them their ranks."""
     script = tmp_path / "spawning.py"
     script.write_text(f"SCRIPT = {SCRIPT!r}\n{SPAWNING}")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "AMPCOMPAT_EXPLAIN": "json", "GLOO_SOCKET_IFNAME": "lo"}
+    variables = {"AMPCOMPAT_EXPLAIN": "json", "GLOO_SOCKET_IFNAME": "lo"}
     command = ["-m", "ampcompat", "run", str(script), free_port()]
-    done = run_python(command, env=environment, timeout=300)
+    done = run_python(command, variables=variables, timeout=300)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stderr.splitlines() if line.startswith('{"explain"')]
     verdicts = [one for one in lines if one["explain"] == "verdict"]
