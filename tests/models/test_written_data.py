@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from counting import counted
 from internals import master_of
+from known_gradients import STEPS, Run
 from nets import MASTER_LEVELS
-from test_written_weights import STEPS, Run
 
 from ampcompat import amp
 
