@@ -12,6 +12,8 @@ from seeded import seeded
 
 from ampcompat import amp
 
+INF = float("inf")
+
 
 # -- any model ---------------------------------------------------------------------------------------------------------
 def initialized(model, level, lr=0.1, **options):

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from amp_training import Net, assert_masters_agree, backward, batch, loss_of, masters, net, same, start
+from amp_training import INF, Net, assert_masters_agree, backward, batch, loss_of, masters, net, same, start
 from internals import float32_masters, overflow_flags, skipped_as_far_as_known
 
 from ampcompat import amp
 
 pytestmark = [pytest.mark.device, pytest.mark.torch]
 
-INF = float("inf")
 MAKERS = {
     "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
     "Adam": lambda m: torch.optim.Adam(m.parameters(), lr=1e-2),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from amp_training import backward, loss_of, net, start
+from amp_training import INF, backward, loss_of, net, start
 from torch.nn.parallel import DistributedDataParallel
 
 from ampcompat import amp
@@ -105,7 +105,7 @@ def test_an_overflow_in_no_sync_is_found_when_all_processes_have_it(level, end):
     wrapped = DistributedDataParallel(model)
     (scaler,) = amp._amp_state.loss_scalers
     with wrapped.no_sync():
-        backward(wrapped, optimizer, times=float("inf"))
+        backward(wrapped, optimizer, times=INF)
     assert not optimizer._amp_stash.already_patched
     assert (scaler.loss_scale(), scaler._has_overflow) == (2.0**16, False)
     if end == "block":

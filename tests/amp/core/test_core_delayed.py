@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from amp_training import backward, loss_of, masters, net, same, sgd, start
+from amp_training import INF, backward, loss_of, masters, net, same, sgd, start
 from internals import float32_masters, process_state
 
 from ampcompat import amp
@@ -11,8 +11,6 @@ from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.scaling.adapter import Adapter, use
 
 pytestmark = pytest.mark.device
-
-INF = float("inf")
 
 
 def grads(optimizer):

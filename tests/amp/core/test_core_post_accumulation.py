@@ -6,15 +6,13 @@ overflow buffer, which it has filled from the reduced gradients, and asks ``upda
 
 import pytest
 import torch
-from amp_training import assert_masters_agree, backward, masters, same, sgd, start
+from amp_training import INF, assert_masters_agree, backward, masters, same, sgd, start
 from internals import float32_masters
 
 from ampcompat import amp, amp_C, apex_C
 from ampcompat.amp.scaler import LossScaler
 
 pytestmark = pytest.mark.device
-
-INF = float("inf")
 
 
 def scaler():

@@ -6,7 +6,7 @@ As in a capture, the host may read no number.
 
 import pytest
 import torch
-from amp_training import assert_masters_agree, batch, masters, net, same
+from amp_training import INF, assert_masters_agree, batch, masters, net, same
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -15,7 +15,6 @@ from ampcompat import _torch, amp, optimizers
 
 pytestmark = [pytest.mark.device, pytest.mark.torch]
 
-INF = float("inf")
 MAKERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),

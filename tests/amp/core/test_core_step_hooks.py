@@ -6,7 +6,7 @@ it writes counts.
 
 import pytest
 import torch
-from amp_training import assert_masters_agree, backward, masters, net, same, sgd, start, train
+from amp_training import INF, assert_masters_agree, backward, masters, net, same, sgd, start, train
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampcompat import amp
@@ -123,7 +123,7 @@ def test_no_hook_runs_where_the_step_is_skipped(level):
     model, optimizer = start(level)
     calls = []
     optimizer.register_step_post_hook(lambda *_: calls.append(None))
-    backward(model, optimizer, times=float("inf"))
+    backward(model, optimizer, times=INF)
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
     assert calls == []

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from amp_training import assert_masters_agree, backward, batch, masters, net, same, sgd, start, train
+from amp_training import INF, assert_masters_agree, backward, batch, masters, net, same, sgd, start, train
 from internals import skipped_as_far_as_known
 from torch.optim import lr_scheduler
 
@@ -13,7 +13,6 @@ from ampcompat import amp
 
 pytestmark = [pytest.mark.device, pytest.mark.torch]
 
-INF = float("inf")
 SAID = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
 SCHEDULERS = {
     "StepLR": lambda o: lr_scheduler.StepLR(o, 1, 0.5),

@@ -5,11 +5,10 @@ Recorded runs of public scripts depend on the count: with another one their scal
 
 import pytest
 import torch
-from amp_training import backward, loss_of, masters, same, start
+from amp_training import INF, backward, loss_of, masters, same, start
 
 from ampcompat import amp
 
-INF = float("inf")
 LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
 
 
@@ -190,7 +189,7 @@ def test_a_loaded_scale_forgets_delayed_overflows(load):
     model, optimizer = start("O1")
     (scaler,) = amp._amp_state.loss_scalers
     saved = amp.state_dict() if load == "amp" else scaler.state_dict()
-    backward(model, optimizer, times=float("inf"), delay_unscale=True)
+    backward(model, optimizer, times=INF, delay_unscale=True)
     if load == "amp":
         amp.load_state_dict(saved)
     else:

@@ -7,11 +7,10 @@ import contextlib
 import types
 
 import pytest
-from amp_training import backward, loss_of, masters, net, same, sgd, start
+from amp_training import INF, backward, loss_of, masters, net, same, sgd, start
 
 from ampcompat import amp
 
-INF = float("inf")
 NAMES = ["_prepare_amp_backward", "_post_amp_backward"]
 
 

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from amp_training import same
+from amp_training import INF, same
 from internals import is_in_block, master_of, overflow_flags
 from seeded import seeded
 from torch import nn
@@ -12,8 +12,6 @@ from torch import nn
 from ampcompat import amp
 
 pytestmark = pytest.mark.device
-
-INF = float("inf")
 
 
 class Net(nn.Module):
