@@ -58,7 +58,7 @@ def run(tmp_path, ampcompat_run):
 
 
 def test_all_options_at_once(tmp_path, run):
-    """The exit status is that of the script."""
+    """The exit status is the script's."""
     done = run("--explain", "--report=r.txt", "--keep-fp32", "1", status=3)
     assert done.returncode == 3, done.stderr
     assert "AMPCOMPAT_KEEP_FP32: '1' keeps 1 in float32." in done.stdout

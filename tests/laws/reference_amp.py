@@ -320,7 +320,7 @@ class Reference:
         return True
 
     def plain(self, step):
-        """Run a backward pass outside any block, where its gradients cannot be taken for those of a block."""
+        """Run a backward pass outside any block, where its gradients cannot be mistaken for a block's."""
         if any(w.leaf.grad is not None or w.value.grad is not None for w in self.weights):
             return False
         loss = self.loss(step)
@@ -482,7 +482,7 @@ class Reference:
             self.clear_set_aside(self.cleared_by(step))
 
     def edit(self, step):
-        """Edit the gradients of the model: those of masters stay as they are."""
+        """Edit the gradients of the model; the gradients of masters stay as they are."""
         programs.edit([w.leaf.grad for w in self.weights if w.leaf.grad is not None], step["how"])
 
     def cleared_by(self, step):

@@ -202,7 +202,7 @@ class Real:
         self.look()
 
     def look(self):
-        """Have forwards see what was written, without a trace."""
+        """Run forwards, which see what was written, and leave no trace."""
         for model in self.models:
             model.eval()
             model(torch.zeros(programs.BATCH, programs.FEATURES, dtype=torch.float32))

@@ -79,7 +79,7 @@ def judge_and_generator(level):
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_a_graph_goes_backward_after_a_step_of_what_it_holds(level):
-    """GANs written for torch before 1.5, which trained under apex: the gradient is that of the weights as stepped."""
+    """GANs written for torch before 1.5 trained under apex: the gradient is computed with the stepped weights."""
     (judge, generator), (judges, generators) = judge_and_generator(level)
     noise = torch.tensor([[1.0, 1.0]])
     fake = generator(noise)

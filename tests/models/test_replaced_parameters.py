@@ -1,4 +1,4 @@
-"""Parameters that a script puts in the place of half weights: as in plain torch, the optimizer holds the old ones."""
+"""A script replaces half weights by parameters of its own: as in plain torch, the optimizer holds the old ones."""
 
 import pytest
 import torch

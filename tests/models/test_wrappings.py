@@ -249,7 +249,7 @@ def test_a_parametrized_root_can_leave_amp(level, leave, when):
 
 
 def test_leaving_amp_keeps_a_derived_class():
-    """A script derived the class from that of a model under amp."""
+    """A script derived the class from the class of a model under amp."""
     model, _ = initialized(nn.Linear(4, 4), "O2")
 
     class Derived(type(model)):

@@ -213,7 +213,7 @@ def test_the_command_runs(folder, command, shown):
 
 
 def comparable(text):
-    """The text without figures, which are those of one machine, and without the columns that they make wide."""
+    """The text without figures, which differ between machines, and without the columns that they make wide."""
     without_figures = re.sub(r"\d+(?:[.,]\d+)*(?:e[+-]\d+)?", "N", text)
     return re.sub(r"[ -]{2,}", " ", without_figures).replace("\n\n", "\n").strip("\n")
 

@@ -315,7 +315,7 @@ def check_buckets_leave_during_the_pass(rank):
             finally:
                 dist.all_reduce = original
                 hidden.remove()
-        # The heads' four gradients are there when that of the body's output is.
+        # When the gradient of the body's output is there, so are the heads' four gradients.
         assert seen == [during], (options, began)
 
 
@@ -355,7 +355,7 @@ def check_sparse_gradients_are_refused(rank):
 
 
 def check_under_amp(rank):
-    """Layers that are unfrozen, two losses, and gradients of which only one rank has a part."""
+    """Layers that are unfrozen, two losses, and gradients that only one rank has."""
     for options in MODES:
         for level in ("O0", "O1", "O2", "O3"):
             model = Parts()

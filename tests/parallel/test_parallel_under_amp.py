@@ -62,7 +62,7 @@ def check_training(rank):
             train(wrapped, optimizer, slice(4 * rank, 4 * rank + 4))
             for key, value in mine.state_dict().items():
                 assert equal_on_both(value), (level, name, key)
-                # Half gradients of half batches round apart from those of the whole one; three steps of lr 0.05.
+                # Half gradients of half a batch and of the whole batch round differently; three steps of lr 0.05.
                 tolerance = 1e-5 if level == "O0" else 4e-3
                 torch.testing.assert_close(value, whole.state_dict()[key], rtol=tolerance, atol=tolerance)
 
@@ -224,7 +224,7 @@ def test_a_batch_norm_that_is_itself_the_model_converts():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_larc_outside_sees_unscaled_gradients_and_written_weights(level):
-    """It scales gradients before the optimizer's own step, which unscales those of a delayed block."""
+    """It scales gradients before the optimizer's own step, which unscales the gradients of a delayed block."""
     ends = []
     for delay in (False, True):
         model = net()

@@ -1,4 +1,4 @@
-"""Gradients of unusual kinds (sparse ones, windows into buckets), and those of parameters that join later."""
+"""Gradients of unusual kinds (sparse ones, windows into buckets), and gradients of parameters that join later."""
 
 import pytest
 import torch

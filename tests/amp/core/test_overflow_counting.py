@@ -62,7 +62,7 @@ def test_each_overflow_of_an_accumulation_halves_the_scale(level, between):
 
 @LEVELS
 def test_each_scaler_counts_the_passes_of_its_own_loss(level):
-    """Four losses of one optimizer: the gradients of the third are added to those of the others, which are inf."""
+    """Four losses of one optimizer: the gradients of the third are added to the others' gradients, which are inf."""
     model, optimizer = start(level, num_losses=4)
     for _ in range(3):
         for loss_id in range(4):

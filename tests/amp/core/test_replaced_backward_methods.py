@@ -16,7 +16,7 @@ NAMES = ["_prepare_amp_backward", "_post_amp_backward"]
 
 @contextlib.contextmanager
 def own_scale_loss(loss, optimizers, loss_id=0):
-    """What a script's copy of apex's ``scale_loss`` does: it puts a step that does nothing in the place of ``step``."""
+    """What a script's copy of apex's ``scale_loss`` does: it replaces ``step`` by a step that does nothing."""
     scaler = amp._amp_state.loss_scalers[loss_id]
     for optimizer in optimizers:
         if not optimizer._amp_stash.params_have_scaled_gradients:

@@ -6,7 +6,7 @@ from healthy_scripts import scripts
 from ampcompat.tools.check import scan_source
 
 SCRIPTS = scripts()
-#: The script, what is written in the place of what, the trap, and its level.
+#: The script, the right code, the mistake that replaces it, and the level of each trap that is found.
 PLANTED = {
     "backward below the block": (
         "imagenet.py",

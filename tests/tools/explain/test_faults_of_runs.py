@@ -246,7 +246,7 @@ def once(value, at=31, usual=RAMP):
 
 
 class TwoHeads(nn.Module):
-    """The second overflows at step 36, of which the first has no part."""
+    """The second overflows at step 36; the first has no part in it."""
 
     def __init__(self):
         super().__init__()

@@ -288,7 +288,7 @@ class Scaled(nn.Module):
 
 
 class Annealed:
-    """A factor that comes to 1, as that of a KL term does."""
+    """A factor that rises to 1, like the factor of a KL term."""
 
     def __init__(self):
         self.calls = 0

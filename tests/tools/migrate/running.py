@@ -73,7 +73,7 @@ def is_of(module, folder):
 
 @contextlib.contextmanager
 def imports(folder, apex):
-    """Have the modules of a folder found, and apex: ampcompat, or not at all."""
+    """Make the modules of a folder importable, and apex: as ampcompat, or not at all."""
     before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] not in OURS}
     functions = {name: getattr(torch, name) for name in ("sigmoid", "einsum")}
     with pytest.MonkeyPatch.context() as patch:

@@ -150,7 +150,7 @@ assert sys.argv[1:] == ["--steps", "9"], sys.argv
 
 @pytest.mark.rotate(3)
 def test_a_run_of_the_reference_skips_what_it_is_told(tmp_path):
-    """Its log does not take the place of that of the run without."""
+    """Its log does not replace the log of the run without."""
     run = run_level(Level("O0"), Options([SCRIPT, "well"], 3, timeout=100), tmp_path, skips=(1, 3))
     assert run.skipped_steps == [1, 3], Path(run.log).read_text()
     assert Path(run.log).name == "O0-without-1-3.log"
