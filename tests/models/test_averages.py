@@ -24,7 +24,7 @@ def train(model, optimizer, step):
 
 
 def multiply_then_add(ema, model):
-    """In place on floating values, the new ones taken from a detached dict."""
+    """Average in place over floating values; the new values come from a detached dict."""
     values = model.state_dict()
     for name, average in ema.state_dict().items():
         if average.dtype.is_floating_point:

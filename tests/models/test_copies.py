@@ -199,7 +199,7 @@ def test_a_deepcopy_of_a_submodule_is_half_with_masters():
 @WAYS
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_model_and_its_optimizer_copied_together_train_on(level, way):
-    """Once the copies are initialized: torch's optimizers copy groups and state, and no instance attributes."""
+    """The copies are initialized first: torch's optimizers copy groups and state, and no instance attributes."""
     model, optimizer = made(level=level)
     train(model, optimizer, 2)
     model2, optimizer2 = way((model, optimizer))

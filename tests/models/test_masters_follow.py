@@ -27,7 +27,7 @@ def test_a_zero_has_the_sign_of_its_master():
 
 
 def test_sync_masters_counts_late_writes_through_data():
-    """Of the weight itself, and of what ``state_dict`` exported; an export alone is not a write."""
+    """It counts writes to the weight itself and to what ``state_dict`` exported; an export alone is not a write."""
     model, optimizer = made()
     train(model, optimizer, 10)
     for _ in range(10):

@@ -196,7 +196,7 @@ def test_a_state_dict_that_is_kept_costs_forwards_nothing(level):
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_no_write_costs_a_host_sync(level):
-    """Nor does a moving average over ``state_dict()``, nor the first step."""
+    """A moving average over ``state_dict()`` and the first step cost none either."""
     run = Run(level)
     average = copy.deepcopy(run.model)
     with Counter() as counter:

@@ -219,7 +219,7 @@ def comparable(text):
 
 
 def test_the_records_of_the_page_are_what_is_printed(capsys):
-    """Those of docs/debugging.md."""
+    """The page docs/debugging.md shows the records of ``amp.on_step``."""
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)

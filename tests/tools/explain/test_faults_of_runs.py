@@ -78,7 +78,7 @@ def least_costs(y):
 
 
 def squared_means(y):
-    """As an SSIM's."""
+    """Squares and means, as SSIM computes them."""
     means = F.conv1d(y[:, None].float(), torch.full((1, 1, 3), 1 / 3))
     return means * means * torch.full_like(means, 4.0)
 

@@ -100,7 +100,7 @@ def test_other_errors_have_none(error):
 
 
 def test_a_long_text_is_read_in_one_pass():
-    """Those of the dispatcher and of the compiler have tens of thousands of characters: squared, an hour."""
+    """Texts of the dispatcher and the compiler have tens of thousands of characters: in quadratic time, an hour."""
     assert hint_for(RuntimeError("a Half word " * 100_000)) is None
 
 
@@ -125,7 +125,7 @@ def shown(error):
 
 
 def test_an_error_of_a_forward_gets_one_more_line():
-    """Its type and its own text stay."""
+    """The error's type and its own text stay."""
     model, _ = attending()
     with pytest.raises(RuntimeError, match="without overflow") as raised:
         model(torch.ones(4, 4))

@@ -731,7 +731,7 @@ def test_where_no_more_is_run_again_a_known_cause_is_enough(capsys, monkeypatch)
 
 
 class Log(nn.Module):
-    """Of what is 0."""
+    """The logarithm of what is 0."""
 
     def forward(self, x):
         return torch.log(x.float() * 0)
