@@ -271,7 +271,7 @@ def caught(call):
 
 @pytest.mark.parametrize("method", ["loss", "infer"])
 def test_a_method_that_runs_outside_of_autocast_is_named_once(amp, method):
-    """The warning has the line that calls the method, also after the forward has run and where no loss is scaled."""
+    """The warning has the line that calls the layer, also after the forward has run and where no loss is scaled."""
     model, _ = start(amp, Net())
     model(X)
     (found,) = caught(lambda: getattr(model, method)(X))
