@@ -64,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def emulate_cuda(runs_tests: bool) -> None:
-    """Install the emulated devices in this process if it runs tests; else only build them, before the workers do."""
+    """Install the emulated devices if this process runs tests; otherwise only build them, before the workers do."""
     import emulated_cuda
 
     reason = emulated_cuda.why_not()

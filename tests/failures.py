@@ -1,4 +1,4 @@
-"""The failures of a run, kept while it goes on: those of a run that is ended from outside would be lost."""
+"""The failures of a run, kept while it goes on: if it were ended from outside, they would be lost."""
 
 from pathlib import Path
 

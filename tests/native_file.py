@@ -18,7 +18,7 @@ class Text(importlib.abc.InspectLoader):
         return TEXT
 
     def get_code(self, fullname: str) -> CodeType:
-        """Compile it under the name of the file that it is written to; else it is the code of no file."""
+        """Compile it under the name of the file that it is written to, so that tracebacks name one."""
         return compile(TEXT, f"{fullname}.py", "exec")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-#: ``PYTHONPATH`` of processes that import what the tests share, such as ``internals``.
+#: ``PYTHONPATH`` of processes that import the package, and what the tests share, such as ``internals``.
 PATH_WITH_TESTS = os.pathsep.join([str(TESTS.parent), str(TESTS)])
 #: Seconds until a process is killed by default. It ends a process that hangs; a busy machine stays far below it.
 LIMIT = 900
@@ -23,7 +23,7 @@ def run_python(
     arguments: Sequence[object],
     *,
     cwd: Path | None = None,
-    env: Mapping[str, str] | None = None,
+    variables: Mapping[str, str] | None = None,
     timeout: int = LIMIT,
     fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
@@ -34,7 +34,8 @@ def run_python(
     Args:
         arguments: What follows the name of the interpreter: a script, or ``-c`` or ``-m``, and its arguments.
         cwd: The folder to run in; by default this process's.
-        env: The whole environment; by default this process's.
+        variables: Environment variables beside those of this process. ``PYTHONPATH`` leads to the package and to what
+            the tests share, unless it is given.
         timeout: Seconds until the process is killed.
         fresh: Start an interpreter instead. A test needs it if it is about what is imported, about options of the
             interpreter, about ``python -m`` itself, about processes that are spawned, or about a variable that
@@ -44,7 +45,7 @@ def run_python(
         subprocess.TimeoutExpired: The process was killed.
     """
     words = [str(argument) for argument in arguments]
-    environment = dict(os.environ if env is None else env)
+    environment = {**os.environ, "PYTHONPATH": PATH_WITH_TESTS, **(variables or {})}
     environment.setdefault("OMP_NUM_THREADS", "1")  # the processes of other tests need the cores as well
     if hasattr(os, "fork") and not fresh:
         return warm_python().run(words, str(cwd or Path.cwd()), environment, timeout)

@@ -4,7 +4,7 @@ import torch
 
 
 def randn(*shape):
-    """Normal numbers that are the same on every device: those of the CPU's generator, which ``manual_seed`` sets."""
+    """Normal numbers that are the same on every device: the CPU's generator, which ``manual_seed`` sets, draws them."""
     return torch.randn(*shape, device="cpu").to(torch.get_default_device())
 
 

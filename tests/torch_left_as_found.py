@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from internals import reset
+from process_group import process_group_of_one
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 # CPU tests are small. With one thread they are bitwise repeatable, and the workers do not compete for the cores.
@@ -89,6 +90,13 @@ def tensors_on_the_accelerator() -> Iterator[None]:
     """Make tensors where ``amp.init``, which knows no model, casts: on the accelerator if there is one."""
     is_elsewhere = torch.cuda.is_available() and torch.get_default_device().type != "cuda"
     with torch.device("cuda") if is_elsewhere else nullcontext():
+        yield
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """Make this process the only rank of torch's default process group."""
+    with process_group_of_one():
         yield
 
 

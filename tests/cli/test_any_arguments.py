@@ -31,8 +31,9 @@ def nothing_runs(monkeypatch, tmp_path):
     (tmp_path / "there.py").write_text("from apex import amp\n")
 
 
-OPTIONS = ["--opt-level", "--dtype", "--keep-fp32", "--explain", "--report", "--force", "--json", "--to", "--write"]
-OPTIONS += ["--opt-levels", "--dtypes", "--steps", "--seed", "--rtol", "--atol", "--smooth", "--timeout", "--out"]
+OPTIONS = ["--opt-level", "--dtype", "--keep-fp32", "--explain", "--report", "--force"]  # of run and parity
+OPTIONS += ["--steps", "--rtol", "--atol", "--timeout", "--out", "--device"]
+OPTIONS += ["--all", "--format", "--to", "--write", "--check"]  # of check and migrate
 VALUES = ["O1", "O9", "fp16", "bf16", "native", "ampcompat", "0", "-1", "1e309", "nan", "9" * 30, "", ",", "a,b", "**["]
 PATHS = ["there.py", "missing.py", "there.py/below", ".", "/dev/null/x", "x" * 300, "\udcff.py", "-"]
 WORDS = st.one_of(
@@ -46,7 +47,7 @@ WORDS = st.one_of(
 
 
 def outcome(argv):
-    """Exit status and what was shown; standard error escapes what it cannot show, as that of a process does."""
+    """Exit status and what was shown; standard error escapes what it cannot show, as it does in a process."""
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace"))
     environment = dict(os.environ)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -96,7 +97,7 @@ def test_a_folder_that_cannot_be_made_is_bad_usage(out):
 
 @pytest.mark.parametrize("command", ["check", "migrate"])
 def test_an_empty_path_is_not_the_current_folder(command):
-    """As that of a shell's variable that is not set."""
+    """A shell's variable that is not set gives an empty path."""
     status, out, err = outcome([command, ""])
     assert (status, out) == (2, "")
     assert err == f"ampcompat {command}: '' does not exist; give a directory or a Python file\n"

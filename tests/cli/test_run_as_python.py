@@ -164,10 +164,8 @@ def test_same_as_python(scripts, arguments):
 @pytest.mark.rotate(2)
 @pytest.mark.parametrize("arguments", [["patches_torch.py", "O1"], ["takes_torch_away.py"]], ids=" ".join)
 def test_same_as_python_with_torch(scripts, arguments):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     plain, ours = (
-        run_python([*words, *arguments], cwd=scripts, env=environment, fresh=True)
-        for words in ([], ["-m", "ampcompat", "run"])
+        run_python([*words, *arguments], cwd=scripts, fresh=True) for words in ([], ["-m", "ampcompat", "run"])
     )
     assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout)
     assert without_addresses(ours.stderr) == without_addresses(plain.stderr)

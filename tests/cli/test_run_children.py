@@ -1,8 +1,6 @@
 """Processes that a script starts see the alias too, and the runner's settings."""
 
-import os
 import sys
-from pathlib import Path
 
 import pytest
 from python_process import run_python
@@ -10,8 +8,6 @@ from python_process import run_python
 import ampcompat
 from ampcompat._distribution import SHIM
 from ampcompat.cli import run
-
-ROOT = Path(__file__).parents[2]
 
 # It says "from apex import" at its top, so that a child that lacks the alias fails on import.
 SPAWNS = """
@@ -43,8 +39,7 @@ if __name__ == "__main__":
 def test_children_see_the_alias(tmp_path):
     (tmp_path / "spawns.py").write_text(SPAWNS)
     command = ["-m", "ampcompat", "run", "--opt-level", "O2", "--dtype=bf16", "spawns.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
-    done = run_python(command, cwd=tmp_path, env=environment, fresh=True)
+    done = run_python(command, cwd=tmp_path, variables={"PYTHON": sys.executable}, fresh=True)
     assert done.stderr.startswith("ampcompat run: the script never called amp.initialize in this process")
     assert done.stderr.endswith(" - processes that it started inherited --opt-level, --dtype\n")
     assert done.stdout.splitlines() == [

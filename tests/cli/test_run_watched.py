@@ -1,14 +1,11 @@
 """``ampcompat run --explain``, ``--report`` and ``--keep-fp32``."""
 
 import json
-import os
 import sys
-from pathlib import Path
 
 import pytest
 from python_process import run_python
 
-ROOT = Path(__file__).parents[2]
 #: A module that the scripts below import.
 TRAINING = """
 import torch
@@ -43,10 +40,9 @@ sys.exit(int(sys.argv[1]))
 def ampcompat_run(tmp_path):
     """Run ``ampcompat run`` with the given words, in ``tmp_path``."""
 
-    def start(*words, fresh=False, **environment):
+    def start(*words, fresh=False, **variables):
         (tmp_path / "training.py").write_text(TRAINING)
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-        return run_python(["-m", "ampcompat", "run", *words], cwd=tmp_path, env=environment, fresh=fresh)
+        return run_python(["-m", "ampcompat", "run", *words], cwd=tmp_path, variables=variables, fresh=fresh)
 
     return start
 
@@ -62,7 +58,7 @@ def run(tmp_path, ampcompat_run):
 
 
 def test_all_options_at_once(tmp_path, run):
-    """The exit status is that of the script."""
+    """The exit status is the script's."""
     done = run("--explain", "--report=r.txt", "--keep-fp32", "1", status=3)
     assert done.returncode == 3, done.stderr
     assert "AMPCOMPAT_KEEP_FP32: '1' keeps 1 in float32." in done.stdout

@@ -121,7 +121,7 @@ def scales_of_latest_session() -> Any:
 
 
 def saved_by_two_and_loaded(level: str) -> None:
-    """By all ranks, by one process alone, by plain torch, with the whole state on every rank: to the bit."""
+    """All ranks load it, one process alone, plain torch, and ranks that each get the whole state: to the bit."""
     import torch.distributed.checkpoint as dcp
 
     where = folder()

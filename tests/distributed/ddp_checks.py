@@ -17,7 +17,7 @@ LOOSE = {"O0": 2.0**-9, "O1": 2.0**-8, "O2": 2.0**-8, "O3": 2.0**-7, "O4": 2.0**
 
 
 def hooked(level: str, hook: Any, hook_state: Any = None) -> list[torch.Tensor]:
-    """The weights after some steps, of which one overflows on one rank where the scale is dynamic."""
+    """The weights after some steps; where the scale is dynamic, one of them overflows on one rank."""
     model, optimizer, run = made(level, seed=3)
     if hook is not None:
         run.register_comm_hook(hook_state, hook)

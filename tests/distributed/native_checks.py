@@ -28,7 +28,7 @@ def made(level: str, **options: Any) -> tuple[ModuleType, Any, Any]:
 
 
 def accumulate(native: ModuleType, run: Any, optimizer: Any, at: int, factors: tuple[float, ...], **more: Any) -> None:
-    """Three backward passes, of which the last one averages."""
+    """Three backward passes; the last one averages over the ranks."""
     for index, factor in enumerate(factors):
         is_last = index == len(factors) - 1
         with nullcontext() if is_last else run.no_sync():

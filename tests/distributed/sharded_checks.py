@@ -285,7 +285,7 @@ def an_overflow_while_gradients_wait(level: str) -> None:
 
 
 def waiting_gradients_are_dropped(level: str) -> None:
-    """By ``zero_grad``."""
+    """``zero_grad`` drops them."""
     model, optimizer = made(level, loss_scale="dynamic")
     model.eval()
 
@@ -333,7 +333,7 @@ def from_level_to_level(level: str) -> None:
 
 
 def resumes_bitwise(level: str) -> None:
-    """By ``torch.distributed.checkpoint``, into a model of another seed."""
+    """``torch.distributed.checkpoint`` saves, and loads into a model of another seed."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 

@@ -51,7 +51,7 @@ def test_scripts_in_one_process_do_not_wait_for_its_import(tmp_path):
 
 
 def test_one_process_saves_and_loads_by_name():
-    """Without a process group, of an optimizer that has not stepped; batch norm and masters have their names."""
+    """There is no process group, and the optimizer has not stepped; batch norm and masters have their names."""
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     def made(seed):

@@ -99,7 +99,7 @@ def accumulates_under_no_sync(level: str) -> None:
 
 
 def consolidates_and_resumes(level: str) -> None:
-    """From a checkpoint of rank 0's: bitwise the uninterrupted run, whose exact weights are those of plain Adam."""
+    """A run from rank 0's checkpoint is bitwise the uninterrupted run, whose exact weights plain Adam has too."""
     plain, optimizer, run = made(level, adam)
     for at in range(5):
         run = DistributedDataParallel(plain) if at == 3 else run  # as after resuming: see ``checks.resume``

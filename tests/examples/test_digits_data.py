@@ -1,3 +1,5 @@
+"""The data of the digits example: its file, its licence, its split and its reader."""
+
 import gzip
 import hashlib
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""The example of a GAN with a loss scaler for each loss."""
+
 import math
 
 import pytest

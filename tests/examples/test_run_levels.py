@@ -1,3 +1,5 @@
+"""``docs/examples/run_levels.py``, which runs a script at every level and shows a table."""
+
 import json
 import subprocess
 import sys

@@ -68,7 +68,7 @@ def test_one_bad_gradient_skips_one_step(kind, name, opt_level, value, capsys):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=["nan", "inf"])
 @pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O4", "O5"])
 def test_one_bad_sparse_gradient_skips_one_step(opt_level, value, capsys):
-    """With SGD, and not at O3: in plain torch as well the others refuse sparse gradients, and the CPU half ones."""
+    """SGD only, and not at O3: in plain torch too, others refuse sparse gradients, and the CPU refuses half ones."""
     skips_one_step("sparse", "sgd", opt_level, value, capsys)
 
 

@@ -1,3 +1,5 @@
+"""``apex.fp16_utils.FP16_Optimizer``: masters, overflows, checkpoints and the loss scalers of both generations."""
+
 import io
 import pickle
 import sys

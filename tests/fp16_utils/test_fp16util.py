@@ -1,3 +1,5 @@
+"""The functions of ``apex.fp16_utils`` that cast a network and copy between masters and model."""
+
 import pytest
 import torch
 from torch import nn

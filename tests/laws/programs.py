@@ -106,7 +106,7 @@ def laid_out_anew(tensor):
 
 
 def graft(models, step):
-    """Give a model a layer of another one's, in the place of a layer of its own; whether there are such."""
+    """Replace a layer of a model by a layer of another model; return whether both have one."""
     target, source = models[step["model"]], models[step["from"] % len(models)]
     goes = [i for i, layer in enumerate(target.layers) if isinstance(layer, torch.nn.Linear)]
     comes = [layer for layer in source.layers if isinstance(layer, torch.nn.Linear)]
@@ -179,7 +179,7 @@ def generate(seed):
 
 
 def edit(gradients, how):
-    """Edit ``gradients`` in place, as scripts do that clip those of the model."""
+    """Edit ``gradients`` in place, as scripts do that clip the model's gradients."""
     for grad in gradients:
         if how == "value":
             grad.clamp_(-1e-9, 1e-9)
@@ -207,7 +207,7 @@ def spread(rng, config, count, optimizers):
 
 
 def share(rng, owners, optimizers):
-    """The other optimizers that hold each weight: none mostly, a few weights, or those of a model that two train."""
+    """For each weight the other optimizers that hold it: mostly none; or a few weights, or a whole model, have two."""
     chance = rng.choice([0, 0, 0.3, 0.6, 1.0]) if optimizers > 1 else 0
     sharers = []
     for owner in owners:

@@ -157,7 +157,7 @@ class Raised(Exception):
 
 
 class Refused(Exception):
-    """What amp must refuse, with a RuntimeError and without a change."""
+    """What amp must refuse inside of a block, with a RuntimeError and without a change."""
 
 
 class Reference:
@@ -250,20 +250,10 @@ class Reference:
         return {**found, **self.saved, "skipped": self.skipped}
 
     def take(self, step):
-        """Take one step of a program: "taken", or "refused" where amp must refuse it, or "impossible" now."""
+        """Take one step of a program; return "taken", or "impossible" where a script could not take it now."""
         self.saved, self.skipped = {}, None
-        try:
-            possible = getattr(self, step["do"])(step) is not False
-        except Refused:
-            return "refused"
-        finally:
-            assert self.sums_show()
+        possible = getattr(self, step["do"])(step) is not False
         return "taken" if possible else "impossible"
-
-    def sums_show(self):
-        """Outside of blocks, a master that has a gradient shows one in the model, until a script clears it there."""
-        with_sums = [w for w in self.weights if w.has_master and w.value.grad is not None and w.shown is None]
-        return all(weight.leaf.grad is not None for weight in with_sums)
 
     # -- changes of the models themselves ------------------------------------------------------------------------------
     def places(self, weight):
@@ -330,7 +320,7 @@ class Reference:
         return True
 
     def plain(self, step):
-        """Run a backward pass outside any block, where its gradients cannot be taken for those of a block."""
+        """Run a backward pass outside any block, where its gradients cannot be mistaken for a block's."""
         if any(w.leaf.grad is not None or w.value.grad is not None for w in self.weights):
             return False
         loss = self.loss(step)
@@ -492,7 +482,7 @@ class Reference:
             self.clear_set_aside(self.cleared_by(step))
 
     def edit(self, step):
-        """Edit the gradients of the model: those of masters stay as they are."""
+        """Edit the gradients of the model; the gradients of masters stay as they are."""
         programs.edit([w.leaf.grad for w in self.weights if w.leaf.grad is not None], step["how"])
 
     def cleared_by(self, step):

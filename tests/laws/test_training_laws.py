@@ -6,11 +6,12 @@ A program that fails is named by its seed: ``pytest "tests/laws/test_training_la
 import contextlib
 import copy
 import io
-import pprint
 
 import programs
 import pytest
 import torch
+from comparing import assert_runs, check
+from fixed_programs import CONFIG, JOIN, STALE, TOGETHER, block, clear, step
 from internals import reset
 from law_profiles import SEEDS
 from reference_amp import Raised, Reference
@@ -93,11 +94,11 @@ class Real:
                 raise Raised
 
     def take_inside(self, steps):
-        for step in steps:
-            if step["fate"] == "refused":
-                assert refuses(self, step), f"inside of a block, {step} is not refused"
-            elif step["fate"] == "taken":
-                getattr(self, step["do"])(step)
+        for inner in steps:
+            if inner["fate"] == "refused":
+                assert refuses(self, inner), f"inside of a block, {inner} is not refused"
+            elif inner["fate"] == "taken":
+                getattr(self, inner["do"])(inner)
 
     def nested(self, step):
         parts = step["outer"], step["inner"]
@@ -201,7 +202,7 @@ class Real:
         self.look()
 
     def look(self):
-        """Have forwards see what was written, without a trace."""
+        """Run forwards, which see what was written, and leave no trace."""
         for model in self.models:
             model.eval()
             model(torch.zeros(programs.BATCH, programs.FEATURES, dtype=torch.float32))
@@ -242,19 +243,6 @@ class Real:
                 owners[int(name[-1])].load_state_dict(saved[name])
 
 
-def equal(ours, theirs):
-    """Equality to the bit, but for the signs of zeros and the payloads of NaN."""
-    if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
-        return ours is theirs if theirs is None else ours == theirs
-    return ours.dtype == theirs.dtype and bool(((ours == theirs) | (ours.isnan() & theirs.isnan())).all())
-
-
-def check(index, seen, expected):
-    for name, value in expected.items():
-        if not equal(seen[name], value):
-            raise AssertionError(f"after {index} steps: {name} is {seen[name]}, should be {value}")
-
-
 REFUSED = ("inside a scale_loss block of the same", "inside its scale_loss", "of another optimizer")
 
 
@@ -271,49 +259,23 @@ def run(program):
     """Run the reference, alone with torch; then amp, and compare what is seen after every step."""
     reset()
     reference = Reference(program["config"])
-    expected = [("taken", reference.seen())]
-    for step in program["steps"]:
-        expected.append((reference.take(step), reference.seen()))
+    fates = []
+    expected = [reference.seen()]
+    for each in program["steps"]:
+        fates.append(reference.take(each))
+        expected.append(reference.seen())
     real = Real(program["config"])
-    check(0, real.seen(), expected[0][1])
-    for index, (step, (fate, values)) in enumerate(zip(program["steps"], expected[1:], strict=False), 1):
-        if fate == "refused":
-            real.take(None)
-            assert refuses(real, step), f"step {index} is not refused"
-        else:
-            real.take(None if fate == "impossible" else step)
-        check(index, real.seen(), values)
-
-
-# -- find the shortest ---------------------------------------------------------------------------------------------
-def error_of(program):
-    try:
-        run(program)
-    except Exception as error:
-        return error
-    finally:
-        reset()
-    return None
-
-
-def shortened(program):
-    """``program`` without the steps that its failure does not need."""
-    steps = list(program["steps"])
-    for index in reversed(range(len(steps))):
-        fewer = steps[:index] + steps[index + 1 :]
-        if error_of({**program, "steps": fewer}) is not None:
-            steps = fewer
-    return {**program, "steps": steps}
+    check(0, real.seen(), expected[0])
+    for index, each in enumerate(program["steps"]):
+        is_possible = fates[index] == "taken"
+        real.take(each if is_possible else None)
+        check(index + 1, real.seen(), expected[index + 1])
 
 
 @pytest.mark.rotate(20)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_program(seed):
-    program = programs.generate(seed)
-    if error_of(program) is None:
-        return
-    short = shortened(program)
-    pytest.fail(f"{error_of(short)!r}\nin the program\n{pprint.pformat(short, width=120, sort_dicts=False)}")
+    assert_runs(run, programs.generate(seed))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -329,89 +291,10 @@ def test_a_program_under_another_default_dtype(seed, dtype):
 
 
 # -- fixed programs ------------------------------------------------------------------------------------------------
-CONFIG = {
-    **dict.fromkeys(["bfloat16", "masters", "batchnorm", "minimum"]),
-    **dict.fromkeys(["groups", "frozen"], ()),
-    "loss_scale": "dynamic",
-    "maximum": 2.0**10,
-    "losses": 1,
-    "window": 2000,
-    "models": [["linear"], ["linear"]],  # three weights each, the first unused
-    "owners": [0, 0, 0, 1, 1, 1],
-    "late": [None] * 6,
-    "sharers": [()] * 6,
-    "optimizers": ["momentum", "sgd"],
-}
-
-
-def block(*optimizers, paths=((0,), (1,)), **more):
-    """A block that reaches both models, for some of the optimizers."""
-    step = {"do": "block", "optimizer": 0, "optimizers": optimizers, "paths": paths, "data": 0, "size": 2.0**-6}
-    step |= {"loss_id": 0, "passes": 1, "delay_unscale": False, "delay_overflow_check": False}
-    return {**step, "raises": None, "inside": [], "late": False, **more}
-
-
-def step(optimizer):
-    return {"do": "step", "optimizer": optimizer, "asks": True}
-
-
-def clear(who, how, weight=1):
-    return {"do": "clear", "optimizer": 0, "model": 0, "weight": weight, "who": who, "how": how}
-
-
-CLEARED = [clear(who, how) for who in ("model", "all", "one") for how in ("none", "zeros")]
-STALE = {
-    **{f"cleared after the step: {c['who']} {c['how']}": [block(0), step(0), c, step(0)] for c in CLEARED},
-    **{f"cleared before the step: {c['who']} {c['how']}": [block(0), c, step(0)] for c in CLEARED},
-    **{f"cleared between blocks: {c['who']} {c['how']}": [block(0), c, block(0), step(0)] for c in CLEARED},
-    "stepped twice": [block(0), step(0), step(0)],
-    "a block for one of two": [block(0), block(1), step(0), step(1), block(0), step(0), step(1)],
-    "a block for one of two, cleared": [block(0), step(0), clear("all", "none"), block(0), step(0), step(1)],
-    "no block of its own": [block(1), step(0)],
-    "no block of its own, a generator": [block(1, paths=[[0, 1]]), step(0), step(1)],
-}
-
-
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
 @pytest.mark.parametrize("steps", STALE.values(), ids=STALE)
 def test_no_gradient_is_used_twice_or_after_it_was_cleared(level, steps):
     run({"config": {**CONFIG, "level": level}, "steps": steps})
-
-
-# The three weights of the first model are held by both optimizers.
-SHARED = {**CONFIG, "sharers": [(1,)] * 3 + [()] * 3}
-LATER = {**CONFIG, "late": [1] * 3 + [None] * 3, "optimizers": ["sgd", "fused"]}
-THREE = {**CONFIG, "models": [["linear"]] * 3, "owners": [0, 0, 0, 1, 1, 1, 2, 2, 2], "window": 1, "maximum": 2.0**17}
-THREE |= {"sharers": [()] * 9, "late": [None] * 9, "optimizers": ["sgd", "fused", "momentum"]}
-JOIN = {"do": "join", "optimizer": 1}
-OF_BOTH = block(0, 1)
-CLEARED_BY_THE_OTHER = {"do": "clear", "optimizer": 1, "who": "optimizer", "how": "none"}
-TOGETHER = {
-    "an overflow in a block of both": (CONFIG, [block(0, 1, size=float("inf")), step(1), step(0), OF_BOTH, step(1)]),
-    "the same, delayed": (CONFIG, [block(0, 1, size=float("inf"), delay_unscale=True), step(1), step(0)]),
-    "a step in the block of another": (SHARED, [block(0, inside=[step(1)], late=True), step(0), step(1)]),
-    "the same, accumulated": (SHARED, [OF_BOTH, block(0, inside=[step(1)], late=True), step(0), step(1)]),
-    "cleared by hand, one of both has stepped": (
-        SHARED,
-        [OF_BOTH, step(1), clear("all", "none"), block(0), OF_BOTH, step(0), step(1)],
-    ),
-    "cleared in the block of another": (SHARED, [OF_BOTH, block(0, inside=[CLEARED_BY_THE_OTHER]), step(0)]),
-    "cleared while others wait": (SHARED, [block(0), block(0, delay_unscale=True), CLEARED_BY_THE_OTHER, step(0)]),
-    "one accumulation ended, another gone on with": (
-        THREE,
-        [
-            block(0, paths=[[0]], delay_unscale=True),
-            block(1, 2, paths=[[1], [2]], delay_unscale=True),
-            block(0, 1),
-            *map(step, range(3)),
-        ],
-    ),
-    "shared after an overflow": (LATER, [block(0, size=float("inf")), JOIN, step(1), step(0), OF_BOTH, step(1)]),
-    "shared after a skipped step": (
-        LATER,
-        [block(0, size=float("inf")), step(0), JOIN, step(1), clear("all", "none"), OF_BOTH, step(1)],
-    ),
-}
 
 
 @pytest.mark.cover(2)

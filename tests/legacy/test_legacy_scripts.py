@@ -1,11 +1,10 @@
 """Scripts in the manner of well-known apex users train unedited under ``ampcompat run`` at every level."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
-from python_process import PATH_WITH_TESTS, run_python, without_leaks_of_triton
+from python_process import run_python, without_leaks_of_triton
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"))
@@ -61,8 +60,7 @@ MARKS = {
 
 
 def run(arguments, fresh=False):
-    environment = {**os.environ, "PYTHONPATH": PATH_WITH_TESTS, "OMP_NUM_THREADS": "1"}
-    done = run_python(arguments, cwd=ROOT, env=environment, fresh=fresh)
+    done = run_python(arguments, cwd=ROOT, fresh=fresh)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 

@@ -1,4 +1,4 @@
-"""Small models that the tests of this directory share; a module of its own so that they pickle."""
+"""Models and levels that the tests of this folder share; programs that load a pickled model import them from here."""
 
 from __future__ import annotations
 
@@ -41,90 +41,6 @@ class Routed(Net):
         return self.head(self.body(x))
 
 
-class Proxy(nn.Module):
-    """Hands unknown attributes on to a wrapped module, as many wrappers do."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def __getattr__(self, name: str) -> object:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.module(x)
-
-
-class Slotted(Net):
-    __slots__ = ("gain",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        object.__setattr__(self, "gain", 3.0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.gain
-
-
-class OwnDeepcopy(Net):
-    copies = 0
-
-    def __deepcopy__(self, memo: dict) -> OwnDeepcopy:
-        new = type(self)()
-        new.load_state_dict(self.state_dict())
-        new.copies = self.copies + 1
-        return new
-
-
-class OwnReduce(Net):
-    def __reduce__(self) -> tuple:
-        return (restored, (self.state_dict(),))
-
-
-def restored(state: dict) -> OwnReduce:
-    model = OwnReduce()
-    model.load_state_dict(state)
-    return model
-
-
-class OwnState(Net):
-    def __getstate__(self) -> dict:
-        kept = dict(self.__dict__)
-        kept.pop("scratch", None)
-        return kept
-
-    def __setstate__(self, state: dict) -> None:
-        super().__setstate__(state)
-        self.scratch = "made anew"
-
-
-class Registered(Net):
-    registry: list[type] = []
-
-    def __init_subclass__(cls, *, key: str, **kwargs: object) -> None:
-        super().__init_subclass__(**kwargs)
-        Registered.registry.append(cls)
-
-
-class RegisteredChild(Registered, key="child"):
-    pass
-
-
-class Meta(type):
-    made: list[str] = []
-
-    def __new__(mcs, name: str, bases: tuple, body: dict, **kwargs: object) -> type:
-        mcs.made.append(name)
-        return super().__new__(mcs, name, bases, body, **kwargs)
-
-
-class WithMeta(Net, metaclass=Meta):
-    pass
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -155,17 +71,3 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1, se
         with amp.scale_loss(model(batch(seed + step)).float().pow(2).mean(), optimizer) as scaled:
             scaled.backward()
         optimizer.step()
-
-
-def masters_agree(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """The invariant, bitwise: every half tensor is its master rounded. A save has both follow what was written."""
-    from internals import masters_of
-
-    model.state_dict()
-    masters = masters_of(model)
-    for master in masters:
-        assert torch.equal(master.half.detach(), master.value.detach().to(master.half.dtype))
-    if optimizer is not None:
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        half = {id(m.half) for m in masters}
-        assert not held & half, "an optimizer holds half parameters"

@@ -280,7 +280,7 @@ def test_a_forward_of_any_kind_is_bound_as_plain_torch_binds_it(kind, level):
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("partialmethod", "singledispatchmethod")])
 def test_a_forward_of_another_kind_is_compiled_whole(kind):
-    """Of the two kinds left out, the compiler takes no plain module whole either."""
+    """Two kinds are left out: the compiler does not take a plain module of them whole either."""
     model = amp.initialize(KINDS[kind](2, 2), opt_level="O2", verbosity=0)
     x = torch.tensor([[1.0, 2.0]])
     assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), model(x))

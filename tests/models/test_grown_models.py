@@ -5,9 +5,9 @@ import sys
 
 import pytest
 import torch
-from amp_training import make_step
+from amp_training import assert_masters_agree, make_step
 from internals import masters_by_name
-from nets import batch, made, masters_agree
+from nets import batch, made
 
 from ampcompat import amp
 
@@ -51,7 +51,7 @@ def test_a_new_head_is_saved_and_unwrapped_in_float32(level, trained):
         assert len(masters) == 4
         assert all(id(m) in held for m in masters)
         assert any(not torch.equal(value, value.to(HALF[level]).float()) for value in head.values())  # low bits
-        masters_agree(model)
+        assert_masters_agree(model)
     for name, value in amp.unwrap(model).state_dict().items():
         assert torch.equal(value, model.state_dict()[name])
 
@@ -129,7 +129,7 @@ def test_a_layer_of_another_model_is_trained_by_its_optimizer(level, move):
         optimizer.step()
     assert torch.equal(b.state_dict()["0.weight"], before - 0.5 * 2.0**-6)
     assert all(torch.equal(old, now) for old, now in zip(dead, amp.master_params(optimizers[0]), strict=False))
-    masters_agree(a)
+    assert_masters_agree(a)
     for model in (amp.unwrap(a), copy.deepcopy(a)):
         assert any(torch.equal(value, before - 0.5 * 2.0**-6) for value in model.state_dict().values())
     amp.initialize([a, b], optimizers, enabled=False)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from amp_training import make_step
+from amp_training import assert_masters_agree, make_step
 from internals import masters_by_name
-from nets import MASTER_LEVELS, Net, batch, made, masters_agree, train
+from nets import MASTER_LEVELS, Net, batch, made, train
 
 from ampcompat import amp
 
@@ -42,7 +42,7 @@ def test_sync_masters_takes_late_writes_through_data():
     handed["head.weight"].data.mul_(2)
     amp.sync_masters(model)
     assert torch.equal(model.head.weight.detach(), torch.ones(2, 8, dtype=model.head.weight.dtype))
-    masters_agree(model, optimizer)
+    assert_masters_agree(model, optimizer)
 
 
 def test_sync_masters_brings_half_buffers_up_to_date_too():
@@ -63,7 +63,7 @@ def test_an_exported_state_dict_does_not_spoil_a_graph():
     model.state_dict()
     loss = loss + model(batch(1)).pow(2).mean()
     make_step(optimizer, loss)
-    masters_agree(model, optimizer)
+    assert_masters_agree(model, optimizer)
 
 
 # -- graphs that hold half weights -------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def judge_and_generator(level):
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_a_graph_goes_backward_after_a_step_of_what_it_holds(level):
-    """GANs written for torch before 1.5, which trained under apex: the gradient is that of the weights as stepped."""
+    """GANs written for torch before 1.5 trained under apex: the gradient is computed with the stepped weights."""
     (judge, generator), (judges, generators) = judge_and_generator(level)
     noise = torch.tensor([[1.0, 1.0]])
     fake = generator(noise)
@@ -148,14 +148,14 @@ def test_load_into_a_submodule_partial_and_not_strict():
     assert result.unexpected_keys == ["alien"]
     assert "body.0.bias" in result.missing_keys
     assert torch.equal(model.state_dict()["body.0.weight"], source["body.0.weight"])
-    masters_agree(model, optimizer)
+    assert_masters_agree(model, optimizer)
 
 
 def test_a_load_that_fails_leaves_shapes_and_invariant():
     model, optimizer = made()
     with pytest.raises(RuntimeError, match="size mismatch"):
         model.load_state_dict({**Net_state(7), "head.weight": torch.zeros(5, 5)})
-    masters_agree(model, optimizer)
+    assert_masters_agree(model, optimizer)
     train(model, optimizer)
 
 
@@ -168,7 +168,7 @@ def test_loading_its_own_state_dict_changes_no_bit():
     before["body.1.num_batches_tracked"] += 1
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]) or "running" in name, name
-    masters_agree(model, optimizer)
+    assert_masters_agree(model, optimizer)
 
 
 # -- dtype and device --------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_a_new_optimizer_takes_the_same_masters():
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert {id(p) for p in amp.master_params(second)} == {id(p) for p in amp.master_params(optimizer)}
     train(model, second)
-    masters_agree(model, second)
+    assert_masters_agree(model, second)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])

@@ -6,14 +6,17 @@ import warnings
 
 import pytest
 import torch
-from amp_training import initialized, make_step
-from nets import CAST_LEVELS, LEVELS, Child, Net, Routed, Tied, batch, masters_agree, train
+from amp_training import assert_masters_agree, initialized, make_step
+from nets import CAST_LEVELS, LEVELS, MASTER_LEVELS, Child, Net, Routed, Tied, batch, train
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from ampcompat import amp
 
 pytestmark = pytest.mark.torch
+
+#: The dtype of what a model returns at the levels that cast functions; at the others it is float32.
+OUTPUTS = {"O1": torch.float16, "O4": torch.bfloat16}
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -30,7 +33,7 @@ def test_the_model_stays_what_it_was(level):
     assert model.__class__.__module__ == Child.__module__
     plain = Child()
     assert type(plain) is Child
-    assert plain(batch()).dtype == torch.float32 or level in ("O1", "O4")
+    assert plain(batch()).dtype == OUTPUTS.get(level, torch.float32)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -40,7 +43,7 @@ def test_a_direct_call_of_forward_is_the_models_own(level, kind):
     model, _ = initialized(kind(), level)
     model.eval()
     out = model.forward(batch())
-    assert out.dtype == (torch.float32 if level not in ("O1", "O4") else out.dtype)
+    assert out.dtype == OUTPUTS.get(level, torch.float32)
     assert torch.equal(out, model(batch()))
 
 
@@ -78,7 +81,8 @@ def test_a_model_compiled_before_initialize(level):
         given, optimizer = initialized(given, level)
         train(given, optimizer, 3)
         results.append([p.detach().clone() for p in model.parameters()])
-        masters_agree(model, optimizer)
+        if level in MASTER_LEVELS:
+            assert_masters_agree(model, optimizer)
     torch._dynamo.reset()
     for eager, compiled in zip(*results, strict=True):
         assert eager.dtype == compiled.dtype
@@ -102,7 +106,7 @@ def test_a_compiled_forward_after_sync_masters(level):
     write_values(model)
     amp.sync_masters(model)
     assert torch.equal(run(torch.ones(1, 4)), torch.full((1, 4), 2.0))
-    masters_agree(model)
+    assert_masters_agree(model)
     torch._dynamo.reset()
 
 
@@ -137,7 +141,8 @@ def test_parametrizations_train(level, kind):
     out = model(batch())
     assert out.isfinite().all()
     assert any(not torch.equal(a, b.detach().float()) for a, b in zip(before, model.parameters(), strict=True))
-    masters_agree(model, optimizer)
+    if level in MASTER_LEVELS:
+        assert_masters_agree(model, optimizer)
 
 
 def test_a_late_parametrization_keeps_the_master():
@@ -148,7 +153,7 @@ def test_a_late_parametrization_keeps_the_master():
     before = [p.clone() for p in amp.master_params(optimizer)]
     train(model, optimizer, 2)
     assert all(not torch.equal(a, b) for a, b in zip(before, amp.master_params(optimizer), strict=True))
-    masters_agree(model, optimizer)
+    assert_masters_agree(model, optimizer)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -200,7 +205,8 @@ def test_parametrizations_of_a_root_can_be_removed(level, when):
     before = model.state_dict()["weight"].clone()
     train(model, optimizer, 2)
     assert not torch.equal(model.state_dict()["weight"], before)
-    masters_agree(model, optimizer)
+    if level in MASTER_LEVELS:
+        assert_masters_agree(model, optimizer)
     assert type(amp.unwrap(model)) is nn.Linear
     amp.initialize(model, optimizer, enabled=False)
     assert type(model) is nn.Linear
@@ -243,7 +249,7 @@ def test_a_parametrized_root_can_leave_amp(level, leave, when):
 
 
 def test_leaving_amp_keeps_a_derived_class():
-    """A script derived the class from that of a model under amp."""
+    """A script derived the class from the class of a model under amp."""
     model, _ = initialized(nn.Linear(4, 4), "O2")
 
     class Derived(type(model)):
@@ -265,8 +271,9 @@ def test_nested_models_in_one_list(level):
     (outer, inner), optimizer = amp.initialize([model, model[0]], optimizer, opt_level=level, verbosity=0)
     assert inner is outer[0]
     train(outer, optimizer, 2)
-    assert inner(batch()).dtype == (torch.float32 if level not in ("O1", "O4") else inner(batch()).dtype)
-    masters_agree(outer, optimizer)
+    assert inner(batch()).dtype == OUTPUTS.get(level, torch.float32)
+    if level in MASTER_LEVELS:
+        assert_masters_agree(outer, optimizer)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -365,8 +372,9 @@ def test_functional_call_with_parameters_of_another_model(level, ran, kind):
         model(batch())
     assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
     assert all(torch.equal(value, before[name]) for name, value in lent.items())
-    masters_agree(model, optimizer)
-    masters_agree(teacher)
+    if level in MASTER_LEVELS:
+        assert_masters_agree(model, optimizer)
+        assert_masters_agree(teacher)
 
 
 @pytest.mark.parametrize("level", CAST_LEVELS)

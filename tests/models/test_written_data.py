@@ -11,13 +11,13 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from counting import counted
+from internals import master_of
+from known_gradients import STEPS, Run
 from nets import MASTER_LEVELS
-from process_group import destroy_process_group
-from test_written_weights import STEPS, Run
 
 from ampcompat import amp
-from ampcompat.amp.half.masters import master_of
 
 pytestmark = pytest.mark.torch
 
@@ -422,20 +422,17 @@ def rows_of_alias(param):
     return param.data[2:]
 
 
-@pytest.fixture
-def group_of_one(tmp_path):
-    dist = torch.distributed
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist
-    destroy_process_group()
+def broadcast_from_rank_0(tensor):
+    dist.broadcast(tensor, 0)
 
 
 @pytest.mark.cover(2)
+@pytest.mark.usefixtures("group_of_one")
 @pytest.mark.on_cpu
 @pytest.mark.parametrize("handed", [itself, alias_of, detached, view_of_alias, rows_of_alias])
-@pytest.mark.parametrize("call", ["broadcast", "all_reduce"])
+@pytest.mark.parametrize("call", [broadcast_from_rank_0, dist.all_reduce])
 @pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_what_a_collective_is_handed_counts_as_written(level, call, handed, group_of_one):
+def test_what_a_collective_is_handed_counts_as_written(level, call, handed):
     """Collectives move no version. Numpy stands for what another rank would have sent."""
     run = Run(level)
     for index in range(6):
@@ -446,36 +443,36 @@ def test_what_a_collective_is_handed_counts_as_written(level, call, handed, grou
         row = 2 + index % 2
         run.model.codebook.weight.detach().view(torch.int16).numpy()[row] = 0
         with torch.no_grad():
-            (group_of_one.broadcast if call == "broadcast" else group_of_one.all_reduce)(
-                handed(run.model.codebook.weight), **({"src": 0} if call == "broadcast" else {})
-            )
+            call(handed(run.model.codebook.weight))
         run.step()
         assert (master[row] == 0).all()
 
 
+@pytest.mark.usefixtures("group_of_one")
 @pytest.mark.on_cpu
 @pytest.mark.parametrize("handed", [itself, alias_of, detached])
 @pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_a_master_that_a_collective_is_handed_counts_as_written(level, handed, group_of_one):
+def test_a_master_that_a_collective_is_handed_counts_as_written(level, handed):
     run = Run(level)
     run.step()
     master = next(amp.master_params(run.optimizer))
     for _ in range(2):
         master.detach().numpy()[2] = 0.5
         with torch.no_grad():
-            group_of_one.broadcast(handed(master), 0)
+            dist.broadcast(handed(master), 0)
         run.model(torch.ones(()))
         assert (run.model.codebook.weight[2] == 0.5).all()
         master.data = master.data.clone()
 
 
+@pytest.mark.usefixtures("group_of_one")
 @pytest.mark.on_cpu
-def test_a_collective_on_other_tensors_writes_no_weight(group_of_one):
+def test_a_collective_on_other_tensors_writes_no_weight():
     run = Run("O2")
     run.step()
     before = counted(lambda: run.model(torch.ones(())))
-    group_of_one.all_reduce(torch.ones(3))
-    group_of_one.all_reduce(run.model.head.weight.detach().clone())
+    dist.all_reduce(torch.ones(3))
+    dist.all_reduce(run.model.head.weight.detach().clone())
     assert counted(lambda: run.model(torch.ones(()))) == before
 
 

@@ -1,3 +1,5 @@
+"""The layers of ``apex.normalization`` beside torch's own."""
+
 import pytest
 import torch
 from amp_training import make_step
@@ -6,7 +8,12 @@ from torch import nn
 
 from ampcompat import amp
 from ampcompat.normalization import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm
-from ampcompat.normalization.fused_layer_norm import fused_layer_norm, fused_rms_norm, manual_rms_norm
+from ampcompat.normalization.fused_layer_norm import (
+    FusedLayerNormAffineFunction,
+    fused_layer_norm,
+    fused_rms_norm,
+    manual_rms_norm,
+)
 
 pytestmark = [pytest.mark.device, pytest.mark.torch]
 
@@ -119,3 +126,9 @@ def test_the_layer_answers_in_its_inputs_dtype_under_o1():
     """apex's kernel was on none of the lists: no cast to float32, as torch's layer gets, for the layer that follows."""
     model = amp.initialize(nn.Sequential(nn.Linear(4, 4), FusedLayerNorm(4)), opt_level="O1", verbosity=0)
     assert model(torch.randn(2, 4)).dtype is torch.float16
+
+
+def test_the_layer_norm_function():
+    x, weight, bias = torch.randn(2, 3), torch.randn(3), torch.randn(3)
+    out = FusedLayerNormAffineFunction.apply(x, weight, bias, (3,), 1e-5)
+    assert torch.equal(out, torch.nn.functional.layer_norm(x, (3,), weight, bias, 1e-5))

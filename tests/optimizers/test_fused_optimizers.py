@@ -170,6 +170,7 @@ def test_state_dict_is_not_tied_to_the_optimizer_that_loaded_it(cls, options):
     frozen = copy.deepcopy(saved)
     second.load_state_dict(saved)
     train(second, theirs, range(2, 4))
+    assert saved["param_groups"] == frozen["param_groups"]
     for key, state in frozen["state"].items():
         for name, value in state.items():
             assert torch.equal(value, saved["state"][key][name])

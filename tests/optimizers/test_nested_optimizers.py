@@ -116,7 +116,7 @@ class Engine:
 
 
 class Several:
-    """A list of optimizers in the place of one."""
+    """A list of optimizers instead of one."""
 
     def __init__(self, *optimizers):
         self.optimizers = optimizers

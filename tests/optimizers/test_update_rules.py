@@ -136,7 +136,7 @@ TOLERANCES = {
 
 
 def tolerances(dtype):
-    """CUDA's fused kernels may take 1 - beta2 from a beta2 in float32, of which 0.999 leaves five digits."""
+    """CUDA's fused kernels may compute 1 - beta2 with a float32 beta2: for 0.999, five digits are left."""
     rtol, atol, state_tol = TOLERANCES[dtype]
     is_wider = dtype == torch.float32 and on_real_cuda()
     return rtol, 1e-5 if is_wider else atol, state_tol

@@ -42,7 +42,7 @@ def test_no_hook_installs_anything():
 
 
 def test_check_runs_without_torch(bare, tmp_path):
-    """In one process, and in several, as for a large tree."""
+    """It runs in one process, and in several, as it does for a large tree."""
     (tmp_path / "train.py").write_text(TRAINS)
     done = run(ENTRIES[0], ["train.py"], bare, tmp_path)
     assert (done.returncode, done.stderr) == (1, "")

@@ -213,13 +213,13 @@ def test_the_command_runs(folder, command, shown):
 
 
 def comparable(text):
-    """The text without figures, which are those of one machine, and without the columns that they make wide."""
+    """The text without figures, which differ between machines, and without the columns that they make wide."""
     without_figures = re.sub(r"\d+(?:[.,]\d+)*(?:e[+-]\d+)?", "N", text)
     return re.sub(r"[ -]{2,}", " ", without_figures).replace("\n\n", "\n").strip("\n")
 
 
 def test_the_records_of_the_page_are_what_is_printed(capsys):
-    """Those of docs/debugging.md."""
+    """The page docs/debugging.md shows the records of ``amp.on_step``."""
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)

@@ -94,7 +94,7 @@ def test_the_version_is_one_that_can_be_released():
 
 
 def test_the_changelog_has_every_release():
-    """The newest section is [Unreleased] or that of the version in the tree."""
+    """The newest section is [Unreleased], or the section of the version in the tree."""
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     heads = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", text, re.MULTILINE)
     assert len(heads) == len(re.findall("^## ", text, re.MULTILINE))

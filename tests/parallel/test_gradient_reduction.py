@@ -7,10 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from amp_training import make_step
-from process_group import destroy_process_group
+from process_group import run_on_two_processes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from two_processes import run_on_two_processes
 
 from ampcompat import amp
 from ampcompat.parallel import DistributedDataParallel
@@ -316,7 +315,7 @@ def check_buckets_leave_during_the_pass(rank):
             finally:
                 dist.all_reduce = original
                 hidden.remove()
-        # The heads' four gradients are there when that of the body's output is.
+        # When the gradient of the body's output is there, so are the heads' four gradients.
         assert seen == [during], (options, began)
 
 
@@ -356,7 +355,7 @@ def check_sparse_gradients_are_refused(rank):
 
 
 def check_under_amp(rank):
-    """Layers that are unfrozen, two losses, and gradients of which only one rank has a part."""
+    """Layers that are unfrozen, two losses, and gradients that only one rank has."""
     for options in MODES:
         for level in ("O0", "O1", "O2", "O3"):
             model = Parts()
@@ -407,14 +406,7 @@ CHECKS = [value for name, value in list(globals().items()) if name.startswith("c
 @pytest.mark.filterwarnings("ignore:`torch.cpu.amp.autocast:FutureWarning")  # torch 2.4's checkpoint
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 def test_on_two_processes(check):
-    run_on_two_processes([check])
-
-
-@pytest.fixture
-def group_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    destroy_process_group()
+    run_on_two_processes(check)
 
 
 @pytest.mark.usefixtures("group_of_one")

@@ -1,16 +1,12 @@
 """apex's parallel package around initialized models, on two gloo processes; one process on all the data is the rule."""
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 from amp_training import make_step
-from process_group import destroy_process_group
+from process_group import run_on_two_processes
 from python_process import run_python
 from torch import nn
-from two_processes import run_on_two_processes
 
 from ampcompat import amp
 from ampcompat.optimizers import FusedAdam
@@ -19,7 +15,6 @@ from ampcompat.parallel.distributed import flat_dist_call
 
 pytestmark = pytest.mark.torch
 
-ROOT = Path(__file__).parents[2]
 LEVELS = ("O0", "O1", "O2", "O3")
 
 
@@ -67,7 +62,7 @@ def check_training(rank):
             train(wrapped, optimizer, slice(4 * rank, 4 * rank + 4))
             for key, value in mine.state_dict().items():
                 assert equal_on_both(value), (level, name, key)
-                # Half gradients of half batches round apart from those of the whole one; three steps of lr 0.05.
+                # Half gradients of half a batch and of the whole batch round differently; three steps of lr 0.05.
                 tolerance = 1e-5 if level == "O0" else 4e-3
                 torch.testing.assert_close(value, whole.state_dict()[key], rtol=tolerance, atol=tolerance)
 
@@ -201,33 +196,22 @@ def check_accumulation_without_reduction(rank):
             torch.testing.assert_close(one, other, rtol=4e-3, atol=4e-3)  # half gradients of halves of a batch
 
 
-CHECKS = [
-    check_training,
-    check_reduction_by_hand,
-    check_accumulation_without_reduction,
-    check_float32_reduction,
-    check_flat_dist_call,
-    check_reducer,
-    check_sync_batch_norm,
-    check_convert,
-]
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
 
 
-def test_two_processes():
-    run_on_two_processes(CHECKS)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+def test_on_two_processes(check):
+    run_on_two_processes(check)
 
 
+@pytest.mark.usefixtures("group_of_one")
 def test_unused_keywords_are_said_once_on_rank_0(capsys):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        DistributedDataParallel(net(), num_allreduce_streams=2, retain_allreduce_buffers=True)
-        said = capsys.readouterr().out
-        assert said.count("\n") == 1
-        assert "no effect: retain_allreduce_buffers, num_allreduce_streams" in said
-        DistributedDataParallel(net(), prof=True, message_size=1000)
-        assert capsys.readouterr().out == ""
-    finally:
-        destroy_process_group()
+    DistributedDataParallel(net(), num_allreduce_streams=2, retain_allreduce_buffers=True)
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    assert "no effect: retain_allreduce_buffers, num_allreduce_streams" in said
+    DistributedDataParallel(net(), prof=True, message_size=1000)
+    assert capsys.readouterr().out == ""
 
 
 def test_a_batch_norm_that_is_itself_the_model_converts():
@@ -240,7 +224,7 @@ def test_a_batch_norm_that_is_itself_the_model_converts():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_larc_outside_sees_unscaled_gradients_and_written_weights(level):
-    """It scales gradients before the optimizer's own step, which unscales those of a delayed block."""
+    """It scales gradients before the optimizer's own step, which unscales the gradients of a delayed block."""
     ends = []
     for delay in (False, True):
         model = net()
@@ -295,8 +279,7 @@ def test_multiproc_starts_the_processes(tmp_path):
         f"open(os.path.join({str(tmp_path)!r}, 'rank' + os.environ['RANK']), 'w').write("
         "os.environ['WORLD_SIZE'] + ' ' + ' '.join(sys.argv[1:]))\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = ["-m", "ampcompat.parallel.multiproc", script, "--world-size", "2"]
-    done = run_python(command, cwd=ROOT, env=environment)
+    done = run_python(command)
     assert done.returncode == 0, done.stderr[-2000:]
     assert sorted(p.name for p in tmp_path.glob("rank*")) == ["rank0", "rank1"]

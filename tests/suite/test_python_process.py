@@ -1,6 +1,5 @@
 """A program that ``run_python`` forks finds what one in a fresh interpreter does, and ends as it does."""
 
-import os
 import subprocess
 
 import pytest
@@ -23,11 +22,8 @@ ENDS = {
 
 
 def both(tmp_path, arguments):
-    environment = {
-        name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LD_LIBRARY_PATH", "TMPDIR")
-    }
-    environment |= {"PYTHONPATH": str(tmp_path / "elsewhere"), "PYTHONWARNINGS": "ignore::UserWarning", "NEW": "1"}
-    return [run_python(arguments, cwd=tmp_path, env=environment, fresh=fresh) for fresh in (True, False)]
+    variables = {"PYTHONPATH": str(tmp_path / "elsewhere"), "PYTHONWARNINGS": "ignore::UserWarning", "NEW": "1"}
+    return [run_python(arguments, cwd=tmp_path, variables=variables, fresh=fresh) for fresh in (True, False)]
 
 
 @pytest.mark.parametrize("way", ["script", "-c", "-m"])

@@ -1,3 +1,5 @@
+"""``assert_opt_level_parity``: what it compares, what it reports, and what it refuses."""
+
 import random
 
 import numpy

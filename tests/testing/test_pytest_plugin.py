@@ -1,3 +1,5 @@
+"""The pytest plugin: a test runs once for each level, and amp is reset between them."""
+
 from importlib.metadata import entry_points
 from pathlib import Path
 

@@ -32,7 +32,7 @@ def train(model, optimizer, steps=5, leave_out=()):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_skipping_steps_leaves_others_bitwise_equal(level, fused):
-    """They equal those of a run that leaves the same steps out."""
+    """The other steps equal the steps of a run that leaves the skipped ones out."""
     expected = train(*build(level, fused=fused), leave_out=(1, 2, 4))
     steps = []
     recorder = Recorder(steps.append, losses=True)

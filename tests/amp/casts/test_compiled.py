@@ -163,7 +163,7 @@ def test_a_compiled_function_around_a_model_of_torchs_own_class(level):
 
 
 class Generator(nn.Linear):
-    """A class of a script's own: torch 2.4's compiler does not look into those of torch."""
+    """A class of a script's own: torch 2.4's compiler does not look into torch's classes."""
 
     def forward(self, x):
         return torch.tanh(super().forward(x))

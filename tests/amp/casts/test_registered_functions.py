@@ -358,7 +358,7 @@ def test_a_class_registered_in_half_can_run():
 
 
 def test_a_subclass_of_a_registered_class():
-    """Its own forward is not cast, that of the registered class is."""
+    """Its own forward is not cast; the forward of the registered class is."""
 
     class Mine(nn.Sigmoid):
         def forward(self, x):

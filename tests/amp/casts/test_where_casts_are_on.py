@@ -189,7 +189,7 @@ def test_deactivate_ends_everything(torch_state):
 
 @pytest.mark.parametrize("later", ["O0", "O1", "O2"])
 def test_a_later_call_reactivates_no_earlier_model(later):
-    """Each call owns its models; apex's patches were those of the process."""
+    """Each call owns its models; apex patched the whole process."""
     old, _ = at("O1")
     handle = _amp_state.handle
     handle._deactivate()

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn as nn
-from core_kit import Net, net, sgd, train
+from amp_training import Net, net, sgd, train
 from internals import is_anything_initialized, view, warnings_given
 
 from ampcompat import amp

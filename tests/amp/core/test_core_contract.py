@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 import torch
-from core_kit import backward, loss_of, masters, net, same, sgd, start, train
+from amp_training import INF, backward, loss_of, masters, net, same, sgd, start, train
 from python_process import run_python
 
 from ampcompat import amp
@@ -415,7 +415,7 @@ def test_flags_of_the_stash_follow_blocks_and_steps(level):
     look()
     backward(model, optimizer, delay_unscale=True)
     look()
-    backward(model, optimizer, times=float("inf"))
+    backward(model, optimizer, times=INF)
     look()
     optimizer.step()
     look()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from core_kit import backward, loss_of, masters, net, same, sgd, start
+from amp_training import INF, backward, loss_of, masters, net, same, sgd, start
 from internals import float32_masters, process_state
 
 from ampcompat import amp
@@ -11,8 +11,6 @@ from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.scaling.adapter import Adapter, use
 
 pytestmark = pytest.mark.device
-
-INF = float("inf")
 
 
 def grads(optimizer):
@@ -183,7 +181,9 @@ def test_gradients_may_be_declared_unscaled_at_the_end_of_an_accumulation(level)
     model, optimizer = start(level)
     backward(model, optimizer, 1, delay_unscale=True)
     backward(model, optimizer, 1)
+    unscaled = grads(optimizer)
     optimizer._amp_stash.params_have_scaled_gradients = False
+    assert same(grads(optimizer), unscaled)
 
 
 def test_a_delayed_overflow_check_says_the_scale_that_will_be(capsys):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from core_kit import backward, loss_of, masters, net, same, sgd, start
+from amp_training import backward, loss_of, masters, net, same, sgd, start
 from counting import Counter
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
@@ -103,7 +103,7 @@ def test_gradients_that_a_script_saved_and_assigns_are_warned_of():
 
 
 def test_what_the_warning_of_assigned_gradients_says_to_do():
-    """The step is that of both losses in one run of blocks."""
+    """The step uses the gradients of both losses of one run of blocks."""
     ends = []
     for clears in (False, True):
         model, optimizer = start("O2")

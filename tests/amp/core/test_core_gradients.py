@@ -1,8 +1,8 @@
-"""Gradients of unusual kinds (sparse ones, windows into buckets), and those of parameters that join later."""
+"""Gradients of unusual kinds (sparse ones, windows into buckets), and gradients of parameters that join later."""
 
 import pytest
 import torch
-from core_kit import assert_tied, backward, loss_of, masters, same, sgd, start, train
+from amp_training import assert_masters_agree, backward, loss_of, masters, same, sgd, start, train
 
 from ampcompat import amp
 
@@ -43,7 +43,7 @@ def run_bag(level, sparse, steps=3):
         optimizer.step()
         optimizer.zero_grad()
         if level == "O2":
-            assert_tied(model)
+            assert_masters_agree(model)
     return masters(optimizer)
 
 

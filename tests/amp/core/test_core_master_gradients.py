@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from core_kit import backward, same, sgd, start
+from amp_training import backward, same, sgd, start
 from internals import end_watch
 from torch.utils.weak import TensorWeakRef
 

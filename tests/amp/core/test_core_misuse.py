@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from core_kit import backward, loss_of, start, train
+from amp_training import backward, loss_of, start, train
 from internals import is_watched
 from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 

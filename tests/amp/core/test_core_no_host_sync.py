@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from core_kit import backward, sgd, start, train
+from amp_training import INF, backward, sgd, start, train
 from internals import skipped_as_far_as_known
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -12,7 +12,6 @@ from ampcompat import _torch, amp
 
 pytestmark = [pytest.mark.device, pytest.mark.torch]
 
-INF = float("inf")
 SAID = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to {}\n"
 
 

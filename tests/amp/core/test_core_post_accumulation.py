@@ -6,15 +6,13 @@ overflow buffer, which it has filled from the reduced gradients, and asks ``upda
 
 import pytest
 import torch
-from core_kit import assert_tied, backward, masters, same, sgd, start
+from amp_training import INF, assert_masters_agree, backward, masters, same, sgd, start
 from internals import float32_masters
 
 from ampcompat import amp, amp_C, apex_C
 from ampcompat.amp.scaler import LossScaler
 
 pytestmark = pytest.mark.device
-
-INF = float("inf")
 
 
 def scaler():
@@ -96,7 +94,7 @@ def test_ranks_that_overflow_and_ranks_that_do_not_stay_alike(level, options):
     assert ends[0][0] == ends[1][0] == [False, True, False, False, False]
     assert same(ends[0][1], ends[1][1])
     if level == "O2":
-        assert_tied(model)
+        assert_masters_agree(model)
     assert ends[0][2] == ends[1][2] == {"loss_scaler0": {"loss_scale": 2.0**15, "unskipped": 3}}
 
 

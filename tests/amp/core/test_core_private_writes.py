@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from core_kit import backward, loss_of, masters, same, start, train
+from amp_training import INF, backward, loss_of, masters, same, start, train
 
 from ampcompat import amp
 
@@ -126,12 +126,12 @@ def test_dynamic_written(false):
     train(model, optimizer, 1)
     scaler.dynamic = false
     assert scaler.dynamic is False
-    train(model, optimizer, 1, times=float("inf"))
+    train(model, optimizer, 1, times=INF)
     assert not amp.step_was_skipped(optimizer)
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 2}}
     scaler.dynamic = true = torch.tensor(not false)
     assert scaler.dynamic is bool(true)
-    backward(model, optimizer, times=float("inf"))
+    backward(model, optimizer, times=INF)
     assert scaler.loss_scale() == 2.0**15
 
 
@@ -139,7 +139,7 @@ def test_a_static_scale_made_dynamic():
     model, optimizer = start("O1", loss_scale=128.0)
     scaler = amp._amp_state.loss_scalers[0]
     scaler.dynamic = True
-    backward(model, optimizer, times=float("inf"))
+    backward(model, optimizer, times=INF)
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
     assert scaler.loss_scale() == 64.0
@@ -175,7 +175,7 @@ def started_with_gradients(level):
 def test_cleared_gradients_of_a_delayed_block_do_not_come_back(level):
     """A script writes ``params_have_scaled_gradients = False`` when it has cleared them; the overflow still counts."""
     model, optimizer = start(level)
-    backward(model, optimizer, 1, times=float("inf"), delay_unscale=True)
+    backward(model, optimizer, 1, times=INF, delay_unscale=True)
     for param in model.parameters():
         param.grad = None
     optimizer._amp_stash.params_have_scaled_gradients = False
@@ -198,7 +198,7 @@ def test_already_patched_can_be_written_and_changes_no_step(level, written):
     stash.already_patched = written
     train(model, optimizer, 1)
     assert amp.step_was_skipped(optimizer) is False
-    backward(model, optimizer, times=float("inf"))
+    backward(model, optimizer, times=INF)
     stash.already_patched = written
     optimizer.step()
     assert amp.step_was_skipped(optimizer) is True

@@ -6,7 +6,7 @@ As in a capture, the host may read no number.
 
 import pytest
 import torch
-from core_kit import assert_tied, batch, masters, net, same
+from amp_training import INF, assert_masters_agree, batch, masters, net, same
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -15,7 +15,6 @@ from ampcompat import _torch, amp, optimizers
 
 pytestmark = [pytest.mark.device, pytest.mark.torch]
 
-INF = float("inf")
 MAKERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
@@ -112,7 +111,7 @@ def test_replays_are_the_eager_steps(level, make, blocks, captured):
     assert same(masters(optimizer), want)
     assert scale() == want_scale
     if level == "O2":
-        assert_tied(model)
+        assert_masters_agree(model)
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -132,7 +131,7 @@ def test_overflows_in_replays_move_the_scale_on_and_on(level, make, captured):
     assert not same(masters(optimizer), before)
     assert all(p.isfinite().all() for p in amp.master_params(optimizer))
     if level == "O2":
-        assert_tied(model)
+        assert_masters_agree(model)
 
 
 def test_a_scale_at_its_floor_stays_there_in_replays(captured):
@@ -168,4 +167,4 @@ def test_eager_steps_go_on_after_replays(level, captured):
     assert scale() == now
     graph.replay()
     if level == "O2":
-        assert_tied(model)
+        assert_masters_agree(model)

@@ -3,14 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from core_kit import backward, batch, loss_of, masters, net, same, sgd, start, train
+from amp_training import INF, backward, batch, loss_of, masters, net, same, sgd, start, train
 from internals import scaler_of
 
 from ampcompat import amp
 
 pytestmark = pytest.mark.device
 
-INF = float("inf")
 OVERFLOW = "Gradient overflow.  Skipping step, loss scaler {} reducing loss scale to {}\n"
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from core_kit import Net, backward, masters, net, same, start, train
+from amp_training import INF, Net, backward, masters, net, same, start, train
 from counting import Counter
 from internals import overflow_flags
 from seeded import seeded
@@ -290,7 +290,7 @@ def test_scalers_of_several_losses_put_into_the_list_are_used(level, capsys):
         with amp.scale_loss(torch.ones(()), optimizer, loss_id=loss_id) as scaled:
             assert float(scaled) == scale
     assert [entry["loss_scale"] for entry in amp.state_dict().values()] == [2.0**14, 2.0**10]
-    backward(model, optimizer, 1, times=float("inf"), loss_id=1)
+    backward(model, optimizer, 1, times=INF, loss_id=1)
     optimizer.step()
     assert "loss scaler 1 reducing loss scale to 512.0" in capsys.readouterr().out
 
@@ -342,7 +342,7 @@ def test_scalers_written_before_initialize_do_no_harm():
 def test_an_overflow_that_is_put_off_for_ever_is_counted_at_last():
     model, optimizer = start("O1")
     for seed in range(30):
-        backward(model, optimizer, seed, times=float("inf") if seed == 0 else 1.0, delay_overflow_check=True)
+        backward(model, optimizer, seed, times=INF if seed == 0 else 1.0, delay_overflow_check=True)
         optimizer.step()
         optimizer.zero_grad()
     (scaler,) = amp._amp_state.loss_scalers
@@ -357,7 +357,7 @@ def test_an_early_overflow_put_off_by_many_blocks_skips(level):
     model, optimizer = start(level)
     before = [p.detach().clone() for p in amp.master_params(optimizer)]
     for seed in range(40):
-        backward(model, optimizer, seed % 3, times=float("inf") if seed == 0 else 1.0, delay_overflow_check=True)
+        backward(model, optimizer, seed % 3, times=INF if seed == 0 else 1.0, delay_overflow_check=True)
     assert overflow_flags(optimizer) == 1
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
@@ -365,7 +365,6 @@ def test_an_early_overflow_put_off_by_many_blocks_skips(level):
 
 
 # -- apex's own methods, called by hand ----------------------------------------------------------------------------
-INF = float("inf")
 
 
 def grads(*values, dtype=torch.float16):

@@ -6,7 +6,7 @@ it writes counts.
 
 import pytest
 import torch
-from core_kit import assert_tied, backward, masters, net, same, sgd, start, train
+from amp_training import INF, assert_masters_agree, backward, masters, net, same, sgd, start, train
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampcompat import amp
@@ -55,7 +55,7 @@ def test_a_post_hook_that_clamps_the_weights(level, kind):
         step(model, optimizer, seed)
     assert largest(model) <= LIMIT
     if level in ("O2", "O5"):
-        assert_tied(model)
+        assert_masters_agree(model)
 
 
 @LEVELS
@@ -123,7 +123,7 @@ def test_no_hook_runs_where_the_step_is_skipped(level):
     model, optimizer = start(level)
     calls = []
     optimizer.register_step_post_hook(lambda *_: calls.append(None))
-    backward(model, optimizer, times=float("inf"))
+    backward(model, optimizer, times=INF)
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
     assert calls == []
@@ -140,11 +140,11 @@ def test_a_hook_that_raises_leaves_the_weights_of_the_step(level):
     backward(model, optimizer)
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
-    assert_tied(model)
+    assert_masters_agree(model)
     handle.remove()
     optimizer.zero_grad()
     train(model, optimizer, 1)
-    assert_tied(model)
+    assert_masters_agree(model)
 
 
 # -- a step that goes on writing ---------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def test_what_a_step_writes_into_half_weights_is_overwritten_by_masters(level, w
     twin, twin_optimizer = start(level, lambda model: sgd(model, lr=5.0))
     train(model, optimizer, 1)
     train(twin, twin_optimizer, 1)
-    assert_tied(model)
+    assert_masters_agree(model)
     assert same(list(model.a.parameters()), list(twin.a.parameters()))
 
 

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from core_kit import assert_tied, backward, batch, masters, net, same, sgd, start, train
+from amp_training import INF, assert_masters_agree, backward, batch, masters, net, same, sgd, start, train
 from internals import skipped_as_far_as_known
 from torch.optim import lr_scheduler
 
@@ -13,7 +13,6 @@ from ampcompat import amp
 
 pytestmark = [pytest.mark.device, pytest.mark.torch]
 
-INF = float("inf")
 SAID = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
 SCHEDULERS = {
     "StepLR": lambda o: lr_scheduler.StepLR(o, 1, 0.5),
@@ -101,7 +100,7 @@ def test_fused_optimizers_skip_on_the_device(level, kind, capsys):
     assert not amp.step_was_skipped(optimizer)
     assert not same(before, masters(optimizer))
     if level == "O2":
-        assert_tied(model)
+        assert_masters_agree(model)
 
 
 @pytest.mark.parametrize("kind", FUSED)
@@ -200,7 +199,7 @@ def test_an_exception_in_the_optimizers_step_leaves_it_usable():
     optimizer.fail = False
     optimizer.zero_grad()
     train(model, optimizer, 2)
-    assert_tied(model)
+    assert_masters_agree(model)
 
 
 def test_step_was_skipped_of_any_optimizer():

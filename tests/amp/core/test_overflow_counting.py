@@ -5,11 +5,10 @@ Recorded runs of public scripts depend on the count: with another one their scal
 
 import pytest
 import torch
-from core_kit import backward, loss_of, masters, same, start
+from amp_training import INF, backward, loss_of, masters, same, start
 
 from ampcompat import amp
 
-INF = float("inf")
 LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
 
 
@@ -63,7 +62,7 @@ def test_each_overflow_of_an_accumulation_halves_the_scale(level, between):
 
 @LEVELS
 def test_each_scaler_counts_the_passes_of_its_own_loss(level):
-    """Four losses of one optimizer: the gradients of the third are added to those of the others, which are inf."""
+    """Four losses of one optimizer: the gradients of the third are added to the others' gradients, which are inf."""
     model, optimizer = start(level, num_losses=4)
     for _ in range(3):
         for loss_id in range(4):
@@ -190,7 +189,7 @@ def test_a_loaded_scale_forgets_delayed_overflows(load):
     model, optimizer = start("O1")
     (scaler,) = amp._amp_state.loss_scalers
     saved = amp.state_dict() if load == "amp" else scaler.state_dict()
-    backward(model, optimizer, times=float("inf"), delay_unscale=True)
+    backward(model, optimizer, times=INF, delay_unscale=True)
     if load == "amp":
         amp.load_state_dict(saved)
     else:

@@ -4,7 +4,7 @@ import os
 import platform
 
 import pytest
-from python_process import PATH_WITH_TESTS, run_python
+from python_process import run_python
 
 TRAIN = """
 import torch
@@ -31,10 +31,15 @@ print(page_faults(step))
 """
 
 
+@pytest.fixture(autouse=True)
+def allocator_as_users_have_it(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
+        monkeypatch.delenv(name)
+
+
 def faults(first):
-    """Page faults of a step in a process as a user has it, which begins with ``first``."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    done = run_python(["-c", TRAIN.format(first=first)], env={**env, "PYTHONPATH": PATH_WITH_TESTS}, fresh=True)
+    """Page faults of a step in a process that begins with ``first``."""
+    done = run_python(["-c", TRAIN.format(first=first)], fresh=True)
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 

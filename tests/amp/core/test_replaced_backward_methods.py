@@ -7,17 +7,16 @@ import contextlib
 import types
 
 import pytest
-from core_kit import backward, loss_of, masters, net, same, sgd, start
+from amp_training import INF, backward, loss_of, masters, net, same, sgd, start
 
 from ampcompat import amp
 
-INF = float("inf")
 NAMES = ["_prepare_amp_backward", "_post_amp_backward"]
 
 
 @contextlib.contextmanager
 def own_scale_loss(loss, optimizers, loss_id=0):
-    """What a script's copy of apex's ``scale_loss`` does: it puts a step that does nothing in the place of ``step``."""
+    """What a script's copy of apex's ``scale_loss`` does: it replaces ``step`` by a step that does nothing."""
     scaler = amp._amp_state.loss_scalers[loss_id]
     for optimizer in optimizers:
         if not optimizer._amp_stash.params_have_scaled_gradients:

@@ -4,13 +4,12 @@ import types
 
 import pytest
 import torch
-from core_kit import backward, masters, same, start, train
+from amp_training import INF, backward, masters, same, start, train
 from torch.optim import lr_scheduler
 
 from ampcompat import amp
 
 SKIPPED = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to"
-INF = float("inf")
 
 
 def step_of_the_class(optimizer):

@@ -1,13 +1,12 @@
 """What ROCm's fork of apex has beyond NVIDIA's: bfloat16 by its own names."""
 
 import inspect
-import os
 import unittest
 
 import pytest
 import torch
 import torch.nn.functional as F
-from core_kit import net, sgd, start, train
+from amp_training import net, sgd, start, train
 from internals import is_anything_initialized, reset
 from python_process import run_python
 
@@ -220,8 +219,8 @@ def test_decorators_skip_where_their_variable_is_set(flag, decorator, monkeypatc
 def test_flags_are_read_from_the_environment():
     code = "from ampcompat.testing.common_utils import *; print(TEST_WITH_ROCM, SKIP_FLAKY_TEST)"
     for one, other in (("1", "0"), ("0", "1"), ("", "yes")):
-        environment = {**os.environ, "APEX_TEST_WITH_ROCM": one, "APEX_SKIP_FLAKY_TEST": other}
-        assert run_python(["-c", code], env=environment).stdout == f"{one == '1'} {other == '1'}\n"
+        flags = {"APEX_TEST_WITH_ROCM": one, "APEX_SKIP_FLAKY_TEST": other}
+        assert run_python(["-c", code], variables=flags).stdout == f"{one == '1'} {other == '1'}\n"
 
 
 def test_common_utils_by_apex_s_name():

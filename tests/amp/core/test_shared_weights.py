@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from core_kit import same
+from amp_training import INF, same
 from internals import is_in_block, master_of, overflow_flags
 from seeded import seeded
 from torch import nn
@@ -12,8 +12,6 @@ from torch import nn
 from ampcompat import amp
 
 pytestmark = pytest.mark.device
-
-INF = float("inf")
 
 
 class Net(nn.Module):
@@ -124,7 +122,7 @@ def test_weights_whose_other_holder_was_taken_out_of_amp_are_shared_no_more():
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_gradients_that_are_cleared_by_hand_between_two_steps(level):
-    """Of weights that two optimizers hold, one of which has stepped: only what came later is left."""
+    """Two optimizers hold the weights, and one has stepped: only what came later is left."""
     torch.manual_seed(0)
     model = nn.Linear(4, 2, bias=False)
     a, b = (torch.optim.SGD(model.parameters(), lr=0.0) for _ in range(2))

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from core_kit import batch, loss_of, masters, same, start, train
+from amp_training import batch, loss_of, masters, same, start, train
 
 from ampcompat import amp
 

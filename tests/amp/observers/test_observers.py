@@ -1,3 +1,5 @@
+"""What observers of amp are told of blocks and steps, and that observing changes no bit."""
+
 import types
 
 import pytest

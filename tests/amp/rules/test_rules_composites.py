@@ -200,7 +200,7 @@ def third(name, part):
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2))])
 @pytest.mark.parametrize("name", CALLS)
 def test_half_arguments_compute_as_float32(name, part):
-    """Values and gradients are those of the same call with float32 arguments."""
+    """Values and gradients equal those of the same call with float32 arguments."""
     cases = [(call, *case) for call in CALLS[name] for case in third(name, part)]
     wanted = []
     for call, *case in cases:

@@ -1,8 +1,5 @@
 """Processes that share torch's on-disk compile cache, with and without the rules, each compute what they should."""
 
-import os
-from pathlib import Path
-
 import pytest
 from python_process import run_python
 
@@ -30,8 +27,8 @@ DTYPE = {"plain": "torch.float16", "rules": "torch.float32"}
 
 def hits(kind, directory):
     """How often a process with the rules, or a plain one, found its graph in the cache of ``directory``."""
-    paths = {"TORCHINDUCTOR_CACHE_DIR": str(directory), "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = run_python(["-W", "ignore", "-c", PROGRAM, kind], env={**os.environ, **paths}, fresh=True)
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(directory)}
+    done = run_python(["-W", "ignore", "-c", PROGRAM, kind], variables=cache, fresh=True)
     assert done.returncode == 0, done.stderr
     dtype, found = done.stdout.split()
     assert dtype == DTYPE[kind]

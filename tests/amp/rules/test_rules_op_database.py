@@ -4,12 +4,11 @@ Forward and backward, as function, method, operator, in place and with ``out=``,
 """
 
 import json
-import os
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from python_process import PATH_WITH_TESTS, run_python
+from python_process import run_python
 
 pytestmark = pytest.mark.torch
 
@@ -43,8 +42,7 @@ AUTOCAST_TOO = {
 @pytest.fixture(scope="module")
 def sweep():
     def run(level, part):
-        path = {**os.environ, "PYTHONPATH": PATH_WITH_TESTS}
-        done = run_python([PROGRAM, level, part, PARTS], env=path)
+        done = run_python([PROGRAM, level, part, PARTS])
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 

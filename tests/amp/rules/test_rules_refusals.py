@@ -1,14 +1,13 @@
 """What is refused in half, and how that is said."""
 
 import operator
-import os
 
 import pytest
 import torch
 import torch.nn.functional as F
 from o1_casts import casts_on, here
 from packaging.version import Version
-from python_process import PATH_WITH_TESTS, run_python
+from python_process import run_python
 from seeded import seeded
 from torch.nn.functional import binary_cross_entropy as early_binary_cross_entropy
 
@@ -244,7 +243,7 @@ for function in (lambda x: torch.exp_(x), lambda x: torch.Tensor.exp_(x)):
 @pytest.mark.rotate(3)
 def test_functions_are_compiled_in_any_order_of_calls():
     # The compiler, not yet imported, looks torch's functions up while ours are in their places.
-    run = run_python(["-c", IN_ANY_ORDER], env={**os.environ, "PYTHONPATH": PATH_WITH_TESTS}, fresh=True)
+    run = run_python(["-c", IN_ANY_ORDER], fresh=True)
     assert run.returncode == 0, run.stderr
 
 

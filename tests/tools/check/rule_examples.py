@@ -12,10 +12,14 @@ CLIP = "nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
 CLIP_MASTERS = "nn.utils.clip_grad_norm_(amp.master_params(opt), 1.0)\n"
 DIVIDE = "for p in model.parameters():\n    p.grad.div_(n)\n"
 WRAP = "model = nn.DataParallel(model)\n"
-OPTION = """\
+
+
+def option(default):
+    """A parser of the command line with an option for the level."""
+    return f"""\
 import argparse
 parser = argparse.ArgumentParser()
-parser.add_argument("--opt-level", default="O1")
+parser.add_argument("--opt-level", default="{default}")
 args = parser.parse_args([])
 """
 
@@ -90,7 +94,7 @@ TRUE = {
             trainer("nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)"),
             "error",
         ),
-        "at the level of an option": (trained("args.opt_level", CLIP, before=OPTION), "warning"),
+        "at the level of an option": (trained("args.opt_level", CLIP, before=option("O1")), "warning"),
     },
     "edit_of_model_gradients": {
         "divided at O2": (trained('"O2"', DIVIDE), "error"),

@@ -1,12 +1,12 @@
 """Mistakes that people made with amp, planted in scripts that train as they should."""
 
 import pytest
-from corpora import scripts
+from healthy_scripts import scripts
 
 from ampcompat.tools.check import scan_source
 
 SCRIPTS = scripts()
-#: The script, what is written in the place of what, the trap, and its level.
+#: The script, the right code, the mistake that replaces it, and the level of each trap that is found.
 PLANTED = {
     "backward below the block": (
         "imagenet.py",

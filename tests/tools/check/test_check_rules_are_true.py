@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from amp_training import reset
+from internals import reset
 from rule_examples import FALSE, TRUE
 from torch import nn
 

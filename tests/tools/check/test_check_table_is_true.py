@@ -36,7 +36,7 @@ def test_the_symbol_exists(symbol):
     module, _, name = WORKING[symbol].rpartition(".")
     parent = importlib.import_module(module)
     if symbol.startswith("apex.amp._amp_state."):
-        # Its attributes are made by initialize, and are those of the object as well as of the module.
+        # initialize makes its attributes; the object has them, and so has the module.
         amp.initialize(torch.nn.Linear(1, 1), verbosity=0)
         assert hasattr(parent, name) or hasattr(amp._amp_state, name)
     else:

@@ -1,7 +1,7 @@
 """What the check says, word for word; other tests ask for names and levels."""
 
 import pytest
-from rule_examples import TRUE, trained
+from rule_examples import CLIP, TRUE, option, trained
 
 from ampcompat.cli import main
 from ampcompat.tools.check import scan_source
@@ -42,21 +42,12 @@ def test_other_notes_of_these_rules():
     assert note.startswith("in some runs the model is already wrapped")
 
 
-OPTION = """\
-import argparse
-parser = argparse.ArgumentParser()
-parser.add_argument("--opt-level", default="{}")
-args = parser.parse_args([])
-"""
-
-
 @pytest.mark.parametrize(
     ("default", "where"),
     [("O2", "at O2, the default: "), ("O1", "if the level is O2 or O5: "), ("O0", "if the level is")],
 )
 def test_what_is_said_of_the_level(default, where):
-    clip = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-    (note,) = notes(trained("args.opt_level", clip, before=OPTION.format(default)))
+    (note,) = notes(trained("args.opt_level", CLIP, before=option(default)))
     assert note.startswith(where)
 
 

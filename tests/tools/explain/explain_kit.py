@@ -3,9 +3,10 @@
 import json
 from dataclasses import dataclass
 
-from amp_training import last_words
+from internals import observers
 
 from ampcompat.tools.explain import explain_overflows
+from ampcompat.tools.explain.observer import OverflowExplainer
 
 
 @dataclass
@@ -33,6 +34,17 @@ class Told:
 def explain(**options):
     """Begin to explain, in lines of JSON."""
     explain_overflows(json=True, **options)
+
+
+def explainer():
+    """Return the observer that ``amp.explain_overflows`` has put in place."""
+    (found,) = [observer for observer in observers() if isinstance(observer, OverflowExplainer)]
+    return found
+
+
+def last_words():
+    """Return what explain would write if the run ended here: a verdict, and before it what was held back."""
+    return explainer().last_words()
 
 
 def lines_of(text):

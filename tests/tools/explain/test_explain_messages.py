@@ -4,8 +4,8 @@ import re
 
 import pytest
 import torch
-from amp_training import initialized, last_words, make_step
-from explain_kit import explain, lines_of
+from amp_training import initialized, make_step
+from explain_kit import explain, last_words, lines_of
 from torch import nn
 
 from ampcompat import amp

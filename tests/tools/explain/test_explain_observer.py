@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import pytest
 import torch
 import torch.nn.functional as F
-from amp_training import explainer, initialized, make_step, reset
-from explain_kit import explain, told
-from internals import observers
+from amp_training import initialized, make_step
+from explain_kit import explain, explainer, told
+from internals import observers, reset
 from packaging.version import Version
 from torch import nn
 
@@ -205,7 +205,7 @@ def test_nothing_is_kept_or_hooked_while_it_is_off():
 
 
 def test_without_overflow_only_steps_are_examined():
-    """The ops of forwards, blocks and backward are those of a run without it; a step's come first."""
+    """Forwards, blocks and backward run the same ops as without it; a step's ops come first."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Ops(TorchDispatchMode):

@@ -80,7 +80,7 @@ def least_costs(y):
 
 
 def squared_means(y):
-    """As an SSIM's."""
+    """Squares and means, as SSIM computes them."""
     means = F.conv1d(y[:, None].float(), torch.full((1, 1, 3), 1 / 3))
     return means * means * torch.full_like(means, 4.0)
 
@@ -248,7 +248,7 @@ def once(value, at=31, usual=RAMP):
 
 
 class TwoHeads(nn.Module):
-    """The second overflows at step 36, of which the first has no part."""
+    """The second overflows at step 36; the first has no part in it."""
 
     def __init__(self):
         super().__init__()

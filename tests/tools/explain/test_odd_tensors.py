@@ -1,14 +1,13 @@
 """Tensors that explain cannot look at are left alone: the script runs on, and what else is lost is found."""
 
 import json
-import os
 
 import pytest
 import torch
 from amp_training import initialized, make_step
 from explain_kit import explain, told
 from packaging.version import Version
-from python_process import PATH_WITH_TESTS, run_python
+from python_process import run_python
 from torch import nn
 
 from ampcompat._torch import TORCH
@@ -57,8 +56,8 @@ def test_sparse_tensors(capsys):
 def test_sharded_tensors(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SHARDED)
-    environment = {**os.environ, "PYTHONPATH": PATH_WITH_TESTS, "GLOO_SOCKET_IFNAME": "lo"}
-    done = run_python(["-m", "ampcompat", "run", "--explain=json", script], env=environment, timeout=300)
+    variables = {"GLOO_SOCKET_IFNAME": "lo"}
+    done = run_python(["-m", "ampcompat", "run", "--explain=json", script], variables=variables, timeout=300)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stderr.splitlines() if line.startswith('{"explain"')]
     assert [(one["op"], one["line"]) for one in lines if one["explain"] == "fault"] == [("div", 15)]

@@ -1,4 +1,4 @@
-"""Every figure is that of the loss whose step was lost: an optimizer may have several, each with its own scaler."""
+"""Every figure belongs to the loss whose step was lost: an optimizer may have several, each with its own scaler."""
 
 import pytest
 import torch

@@ -3,13 +3,13 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from process_group import free_port
 from python_process import run_python
 
 ROOT = Path(__file__).parents[3]
@@ -38,12 +38,6 @@ if "destroy" in sys.argv:
     time.sleep(0.2)  # see process_group.py
     torch.distributed.destroy_process_group()
 """
-
-
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def explained(tmp_path, *arguments):
@@ -104,9 +98,9 @@ def test_the_counts_are_told_once_by_processes_that_forget_their_rank(tmp_path):
     """The process group is gone when they end, and no launcher has told them their ranks."""
     script = tmp_path / "spawning.py"
     script.write_text(f"SCRIPT = {SCRIPT!r}\n{SPAWNING}")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "AMPCOMPAT_EXPLAIN": "json", "GLOO_SOCKET_IFNAME": "lo"}
+    variables = {"AMPCOMPAT_EXPLAIN": "json", "GLOO_SOCKET_IFNAME": "lo"}
     command = ["-m", "ampcompat", "run", str(script), free_port()]
-    done = run_python(command, env=environment, timeout=300)
+    done = run_python(command, variables=variables, timeout=300)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stderr.splitlines() if line.startswith('{"explain"')]
     verdicts = [one for one in lines if one["explain"] == "verdict"]

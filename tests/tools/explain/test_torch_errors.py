@@ -1,8 +1,6 @@
 """Errors of torch's own that mixed precision provokes say what cures them, and are the same errors."""
 
-import os
 import traceback
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +11,6 @@ from torch import nn
 
 from ampcompat import amp
 from ampcompat.amp.hints import hint_for
-
-ROOT = Path(__file__).parents[3]
 
 
 def half(*shape):
@@ -104,7 +100,7 @@ def test_other_errors_have_none(error):
 
 
 def test_a_long_text_is_read_in_one_pass():
-    """Those of the dispatcher and of the compiler have tens of thousands of characters: squared, an hour."""
+    """Texts of the dispatcher and the compiler have tens of thousands of characters: in quadratic time, an hour."""
     assert hint_for(RuntimeError("a Half word " * 100_000)) is None
 
 
@@ -129,7 +125,7 @@ def shown(error):
 
 
 def test_an_error_of_a_forward_gets_one_more_line():
-    """Its type and its own text stay."""
+    """The error's type and its own text stay."""
     model, _ = attending()
     with pytest.raises(RuntimeError, match="without overflow") as raised:
         model(torch.ones(4, 4))
@@ -261,8 +257,7 @@ def test_an_error_outside_models_has_its_cure(tmp_path):
     """The script runs under ``run``, and its traceback has no frame of ampcompat."""
     (tmp_path / "script.py").write_text(SCRIPT)
     command = ["-m", "ampcompat", "run", "--explain", "--report=r.txt", "script.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = run_python(command, cwd=tmp_path, env=environment)
+    done = run_python(command, cwd=tmp_path)
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert lines[-1].startswith("ampcompat: values of one dtype are written into a tensor of another")

@@ -69,7 +69,7 @@ def trained(loss, model=None, steps=MANY + 1, after=lambda model: None, **option
 
 
 def clip(model):
-    """By a norm whose squares are inf in float16."""
+    """Clip by a norm whose squares are inf in float16."""
     grads = [param.grad for param in model.parameters()]
     norm = sum(grad.pow(2).sum() for grad in grads).sqrt()
     for grad in grads:

@@ -5,8 +5,9 @@ from collections import deque
 import pytest
 import torch
 import torch.nn.functional as F
-from amp_training import initialized, last_words, make_step, reset
-from explain_kit import explain, told
+from amp_training import initialized, make_step
+from explain_kit import explain, last_words, told
+from internals import reset
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -287,7 +288,7 @@ class Scaled(nn.Module):
 
 
 class Annealed:
-    """A factor that comes to 1, as that of a KL term does."""
+    """A factor that rises to 1, like the factor of a KL term."""
 
     def __init__(self):
         self.calls = 0
@@ -730,7 +731,7 @@ def test_where_no_more_is_run_again_a_known_cause_is_enough(capsys, monkeypatch)
 
 
 class Log(nn.Module):
-    """Of what is 0."""
+    """The logarithm of what is 0."""
 
     def forward(self, x):
         return torch.log(x.float() * 0)

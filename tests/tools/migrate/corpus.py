@@ -22,7 +22,7 @@ from running import imports, migrate, run
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
-# These are those of well-known users, trained at every level by other tests.
+# Scripts in the manner of well-known users; other tests train them at every level.
 LEGACY = Path(__file__).resolve().parents[2] / "legacy" / "scripts"
 PATHS = {path.stem: path for folder in (SCRIPTS, LEGACY) for path in sorted(folder.glob("*.py"))}
 

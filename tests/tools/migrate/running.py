@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import torch
+from internals import reset
 
-from ampcompat._state import state
 from ampcompat.alias import install_as_apex
 from ampcompat.tools.migrate.tree import migrate_paths
 
@@ -73,7 +73,7 @@ def is_of(module, folder):
 
 @contextlib.contextmanager
 def imports(folder, apex):
-    """Have the modules of a folder found, and apex: ampcompat, or not at all."""
+    """Make the modules of a folder importable, and apex: as ampcompat, or not at all."""
     before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] not in OURS}
     functions = {name: getattr(torch, name) for name in ("sigmoid", "einsum")}
     with pytest.MonkeyPatch.context() as patch:
@@ -91,7 +91,7 @@ def imports(folder, apex):
         try:
             yield
         finally:
-            state.reset()
+            reset()
             for name in [name for name, module in sys.modules.items() if is_of(module, folder)]:
                 del sys.modules[name]
 

@@ -1,3 +1,5 @@
+"""``ampcompat parity`` from its arguments to its exit status; most tests stand in for the processes it starts."""
+
 import json
 import re
 import subprocess
@@ -56,7 +58,7 @@ def test_a_comparison_from_end_to_end(tmp_path, capsys):
 
 @pytest.mark.rotate(5)
 def test_a_script_that_is_not_repeatable_is_no_failure_of_a_level(capsys):
-    """Its runs differ before any step was made, at O0 too."""
+    """The script's runs differ before any step was made, at O0 too."""
     line = ["parity", "--opt-level=O1", "--steps", "2", "--rtol", "0", "--atol", "0", SCRIPT, "seeds from the clock"]
     assert main(line) == 1
     shown = capsys.readouterr()
@@ -160,7 +162,7 @@ def test_a_loss_that_float32_does_not_hold_either_is_explained_at_o0(monkeypatch
 
 
 def test_a_level_that_skips_is_compared_with_an_o0_that_skips_the_same(monkeypatch, capsys):
-    """Its loss is out of tolerance for the updates that it lacks alone."""
+    """The level's loss is out of tolerance only because of the updates that it lacks."""
 
     def skipping():
         made = run("O1", [4.0, 4.0, 3.0], "float16")

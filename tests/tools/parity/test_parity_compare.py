@@ -1,3 +1,5 @@
+"""How the losses of two runs are compared, and the verdicts."""
+
 import math
 
 import pytest

@@ -1,3 +1,5 @@
+"""Which levels and dtypes a comparison runs, and in which environment."""
+
 import pytest
 
 from ampcompat.amp.properties import _DTYPE_NAMES

@@ -150,14 +150,14 @@ assert sys.argv[1:] == ["--steps", "9"], sys.argv
 
 @pytest.mark.rotate(3)
 def test_a_run_of_the_reference_skips_what_it_is_told(tmp_path):
-    """Its log does not take the place of that of the run without."""
+    """Its log does not replace the log of the run without."""
     run = run_level(Level("O0"), Options([SCRIPT, "well"], 3, timeout=100), tmp_path, skips=(1, 3))
     assert run.skipped_steps == [1, 3], Path(run.log).read_text()
     assert Path(run.log).name == "O0-without-1-3.log"
 
 
 def test_warnings_of_the_script_are_told_once(tmp_path):
-    """Those that it is warned of, as amp does; not torch's own about what goes away."""
+    """Warnings for the user, such as amp's, are told; torch's own deprecations are not."""
     first, second = tmp_path / "a.log", tmp_path / "b.log"
     told = "train.py:7: UserWarning: optimizer.step() with gradients, but no scale_loss block - write one."
     first.write_text(f"opt_level O1\n{told}\n  optimizer.step()\nx.py:1: FutureWarning: soon\n")

@@ -1,3 +1,5 @@
+"""The journal that a recorded script writes: one line a step, and how the script ended."""
+
 import contextlib
 import dataclasses
 import json
@@ -63,7 +65,7 @@ def test_no_other_thread_is_made_to_exit(tmp_path):
 
 
 def test_a_forked_copy_writes_nothing(journal, monkeypatch):
-    """Nor is it made to exit: its steps are not those of the script."""
+    """It is not made to exit either: its steps are not the script's."""
     process = os.getpid()
     monkeypatch.setattr("os.getpid", lambda: process + 1)
     for _ in range(3):

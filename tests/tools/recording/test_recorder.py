@@ -1,6 +1,8 @@
+"""What the recorder makes of blocks and steps: losses, scales and skips."""
+
 import pytest
 import torch
-from amp_training import reset
+from internals import reset
 
 from ampcompat import amp
 from ampcompat.amp.observers import observing

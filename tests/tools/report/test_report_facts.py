@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from amp_training import initialized, make_step, reset
-from internals import observers
+from amp_training import initialized, make_step
+from internals import observers, reset
 from report_runs import Net, one_step, train
 from torch import nn
 
@@ -59,7 +59,7 @@ def test_casts_of_one_layer_at_o1():
 
 
 def test_products_in_float32_are_named_by_their_line():
-    """Those of the forward: the backward pass follows it."""
+    """The report names products of the forward; the backward pass follows it."""
 
     class Net32(Net):
         def forward(self, x):
@@ -180,7 +180,7 @@ def test_bitwise_the_same_run():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_every_skip_of_a_long_run_is_counted(fused):
-    """Those that only the device knows of too, and at the floor, where the scale stays."""
+    """Skips that only the device knows of count too, and so do skips at the floor, where the scale stays."""
     report = amp.report(steps=1)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from amp_training import reset
+from internals import reset
 from python_process import PATH_WITH_TESTS
 from report_runs import train
 

@@ -1,7 +1,8 @@
+"""``amp.on_step``: the records that a callback gets, and when it ends."""
+
 import pytest
 import torch
-from amp_training import reset
-from internals import observers
+from internals import observers, reset
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import _torch, amp

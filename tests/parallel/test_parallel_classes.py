@@ -1,12 +1,12 @@
-"""Two gloo processes run one function; each check compares with the whole batch in a single process."""
+"""The classes of ``apex.parallel``, on two gloo processes: each check compares with the whole batch on one."""
 
 import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
+from process_group import run_on_two_processes
 from torch import nn
-from two_processes import run_on_two_processes
 
 from ampcompat.parallel import (
     LARC,
@@ -16,6 +16,7 @@ from ampcompat.parallel import (
     convert_syncbn_model,
     create_syncbn_process_group,
 )
+from ampcompat.parallel.distributed import apply_flat_dist_call, split_half_float_double
 from ampcompat.parallel.multiproc import launch_arguments
 
 pytestmark = pytest.mark.torch
@@ -132,17 +133,12 @@ def check_sync_batch_norm(rank):
         create_syncbn_process_group(3)
 
 
-CHECKS = [
-    check_gradients,
-    check_wrapper,
-    check_fallback,
-    check_reducer,
-    check_sync_batch_norm,
-]
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
 
 
-def test_two_processes():
-    run_on_two_processes(CHECKS)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+def test_on_two_processes(check):
+    run_on_two_processes(check)
 
 
 @pytest.mark.parametrize("make", [lambda: DistributedDataParallel(model()), lambda: Reducer(model())])
@@ -195,3 +191,12 @@ def test_a_layer_that_apexs_python_build_saved():
     loaded, x = pickle.loads(pickle.dumps(norm)), batch()
     assert torch.equal(loaded(x), nn.BatchNorm1d(3)(x))
     assert (loaded.channel_last, loaded.fuse_relu) == (False, False)
+
+
+def test_flat_calls_by_dtype():
+    tensors = [torch.ones(2), torch.ones(3).half(), torch.ones(2, 2)]
+    halves_last = split_half_float_double(tensors)
+    assert [[t.dtype for t in bucket] for bucket in halves_last] == [[torch.float32] * 2, [torch.float16]]
+    apply_flat_dist_call(halves_last[0], lambda flat, factor: flat.mul_(factor), (2,))
+    assert torch.equal(tensors[0], torch.full((2,), 2.0))
+    assert torch.equal(tensors[2], torch.full((2, 2), 2.0))

@@ -1,13 +1,9 @@
 """A machine with CUDA costs no more imports and prints no more than one without: most users have one."""
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 from python_process import run_python
-
-ROOT = Path(__file__).parents[3]
 
 #: ``torch.cuda.is_available`` decides what torch's compiler imports; nothing touches a device. Each level has a fork.
 PROGRAM = """
@@ -51,7 +47,7 @@ LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5", "init"]
 @pytest.fixture(scope="module")
 def imported():
     """What each level imports, without a word on standard error."""
-    done = run_python(["-c", PROGRAM, *LEVELS], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, fresh=True)
+    done = run_python(["-c", PROGRAM, *LEVELS], fresh=True)
     assert (done.returncode, done.stderr) == (0, "")
     found = {}
     for line in done.stdout.splitlines():

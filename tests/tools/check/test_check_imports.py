@@ -1,18 +1,15 @@
 """A file has the same findings whatever lies beside it, unless an import ties the two."""
 
 import pytest
-from corpora import scripts, trees
+from healthy_scripts import scripts, trees
+from rule_examples import BLOCK, CLIP, INIT, START
 
 from ampcompat.tools.check import scan, scan_source
 from ampcompat.tools.check.findings import ERROR
 
-HEAD = "import torch\nfrom apex import amp\n"
-BLOCK = "with amp.scale_loss(loss, opt) as scaled:\n    scaled.backward()\n"
-CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-
 
 def initialized(level):
-    return f"{HEAD}model, opt = amp.initialize(model, opt, opt_level={level})\n"
+    return START + INIT.format(level)
 
 
 def traps(folder, files):
@@ -29,7 +26,7 @@ def test_literal_levels_side_by_side(tmp_path):
     assert traps(tmp_path, files) == {("train_o2.py", "clip_of_model_params"): "error"}
 
 
-ENGINE = HEAD + "def step(model, opt, loss):\n" + "".join(f"    {line}\n" for line in (BLOCK + CLIP).splitlines())
+ENGINE = START + "def step(model, opt, loss):\n" + "".join(f"    {line}\n" for line in (BLOCK + CLIP).splitlines())
 FILL = "import torch\ny = torch.bmm(a, b).masked_fill(mask, -1e9)\n"
 
 

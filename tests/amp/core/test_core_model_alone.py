@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from core_kit import assert_tied, backward, net, same, sgd, start, train
+from amp_training import assert_masters_agree, backward, net, same, sgd, start, train
 from internals import scaler_of
 
 from ampcompat import amp
@@ -33,7 +33,7 @@ def test_a_level_change_needs_the_optimizer_too(before, after, torch_state):
     amp.initialize(model, optimizer, opt_level=after, verbosity=0)
     train(model, optimizer, 2)
     if after in ("O2", "O5"):
-        assert_tied(model)
+        assert_masters_agree(model)
 
 
 def test_a_change_of_options_needs_the_optimizer_too():

@@ -201,7 +201,7 @@ def test_an_optimizer_for_each_stage_finds_unscaled_gradients(level, is_collecte
 
 
 def test_gradients_of_shared_masters_stay_until_they_are_cleared():
-    """As those of shared float32 weights do in plain torch, whatever becomes of the other holder."""
+    """As gradients of shared float32 weights do in plain torch, whatever becomes of the other holder."""
     model, other = Two(), torch.nn.Parameter(torch.ones(1))
     first, second = sgd(model.parameters()), sgd([*model.parameters(), other])
     start("O2", model, [first, second])

@@ -26,6 +26,7 @@ def notebook(*cells):
 
 
 def run(capsys, *words):
+    """The exit status of ``ampcompat check *words``, and what it printed."""
     status = main(["check", *map(str, words)])
     return status, capsys.readouterr()
 

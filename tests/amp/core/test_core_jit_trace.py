@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from core_kit import assert_tied, masters, same
+from amp_training import assert_masters_agree, masters, same
 from seeded import seeded
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -54,7 +54,7 @@ def test_a_model_is_traced_at_any_time(level, before):
     assert torch.equal(traced(x), model(x))
     assert "aten::equal" not in {node.kind() for node in traced.inlined_graph.nodes()}
     if level in ("O2", "O5"):
-        assert_tied(model)
+        assert_masters_agree(model)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -2,23 +2,16 @@
 
 import functools
 import json
-import os
-import socket
 from pathlib import Path
 
 import pytest
 from all_checks import AT_EVERY_LEVEL, AT_TWO_LEVELS
-from python_process import PATH_WITH_TESTS, run_python
+from process_group import free_port
+from python_process import run_python
 
 pytestmark = pytest.mark.torch
 
 HERE = Path(__file__).parent
-
-
-def free_port() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
 
 
 #: Ranks, how they are started, the steps of runs that are compared, and the levels. The first is not slow.
@@ -53,10 +46,9 @@ def failures(tmp_path_factory):
         if how == "torchrun":
             command = ["-m", "torch.distributed.run", f"--nproc_per_node={world}", f"--master_port={port}"]
             command += [launch, str(directory)]
-        environment = {**os.environ, "PYTHONPATH": PATH_WITH_TESTS, "TEST_PORT": port, "OMP_NUM_THREADS": "1"}
-        environment |= {"TEST_STEPS": str(steps), "TEST_LEVELS": levels}
-        environment["TMPDIR"] = str(tmp_path_factory.mktemp("checkpoints"))
-        run = run_python(command, env=environment, fresh=how == "torchrun")
+        variables = {"TEST_PORT": str(port), "TEST_STEPS": str(steps), "TEST_LEVELS": levels}
+        variables["TMPDIR"] = str(tmp_path_factory.mktemp("checkpoints"))
+        run = run_python(command, variables=variables, fresh=how == "torchrun")
         found: dict[str, dict[int, str]] = {}
         for rank in range(world):
             path = directory / f"{rank}.json"
@@ -71,8 +63,7 @@ def failures(tmp_path_factory):
 
 def test_a_rank_that_dies_is_told_of(tmp_path):
     command = [HERE / "launch.py", "1", tmp_path / "not" / "there"]
-    environment = {**os.environ, "PYTHONPATH": PATH_WITH_TESTS, "TEST_PORT": "no port"}
-    run = run_python(command, env=environment)
+    run = run_python(command, variables={"TEST_PORT": "no port"})
     assert run.returncode == 1
     assert "Traceback" in run.stderr
 

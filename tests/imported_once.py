@@ -1,8 +1,8 @@
-"""What the server of ``two_processes.py`` imports once, for all processes that it forks: it takes seconds."""
+"""What the server of ``process_group.py`` imports once, for all processes that it forks: it takes seconds."""
 
 import amp_training  # noqa: F401
+import process_group  # noqa: F401
 import torch
-import two_processes  # noqa: F401
 
 import ampcompat.parallel  # noqa: F401
 

@@ -1,22 +1,20 @@
 """T5's trouble with float16: activations beyond 65504. One script, unchanged; only its surroundings differ."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 from python_process import run_python
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "docs" / "examples" / "t5.py"
 
 
 @pytest.fixture
 def run():
-    def start(*options, **environment):
+    def start(*options, **variables):
         command = ["-m", "ampcompat", "run", *options, SCRIPT, "--steps", "40", "--device", "cpu"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-        done = run_python(command, cwd=ROOT, env=environment)
+        done = run_python(command, variables=variables)
         assert done.returncode == 0, done.stderr
         return done.stderr + done.stdout, json.loads(done.stdout.splitlines()[-1])
 

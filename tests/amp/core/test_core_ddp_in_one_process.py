@@ -2,21 +2,12 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-from core_kit import backward, loss_of, net, start
-from process_group import destroy_process_group
+from amp_training import INF, backward, loss_of, net, start
 from torch.nn.parallel import DistributedDataParallel
 
 from ampcompat import amp
 
-pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(autouse=True)
-def process_group(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    destroy_process_group()
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("group_of_one")]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
@@ -114,7 +105,7 @@ def test_an_overflow_in_no_sync_is_found_when_all_processes_have_it(level, end):
     wrapped = DistributedDataParallel(model)
     (scaler,) = amp._amp_state.loss_scalers
     with wrapped.no_sync():
-        backward(wrapped, optimizer, times=float("inf"))
+        backward(wrapped, optimizer, times=INF)
     assert not optimizer._amp_stash.already_patched
     assert (scaler.loss_scale(), scaler._has_overflow) == (2.0**16, False)
     if end == "block":

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from core_kit import net, same, train
+from amp_training import net, same, train
 from internals import sizes_of_state, view
 
 from ampcompat import amp
@@ -164,7 +164,7 @@ def test_a_scale_that_was_loaded_before_is_restored_by_the_call_that_succeeds(le
 @pytest.mark.parametrize("first", ["O1", "O2", "O4"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4"])
 def test_a_failure_beside_a_running_model(level, first, monkeypatch):
-    """The running model computes on in between, and casts are those of a call that did not fail."""
+    """The running model computes on in between, with the casts of a call that did not fail."""
 
     def run(fails):
         running, running_sgd = made()
