@@ -14,7 +14,7 @@ REFUSES = {"refuse", "supply"}
 def provides(name: str) -> bool:
     """Whether ``ampcompat.a.b`` is a module of ampcompat or a name bound in one; below such a name all is its own."""
     place, parts = PACKAGE, name.split(".")[1:]
-    while parts and ((place / parts[0]).is_dir() or (place / f"{parts[0]}.py").is_file()):
+    while parts and _file(place / parts[0]).is_file():
         place /= parts.pop(0)
     bound = _bound(_file(place))
     if not parts:
@@ -49,8 +49,9 @@ def names_of(module: str) -> frozenset[str]:
 
 
 def _file(place: Path) -> Path:
-    """The source of a module or package."""
-    return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    """The source of a module or package. A folder without one is what an older version left behind."""
+    package = place / "__init__.py"
+    return package if package.is_file() else place.with_suffix(".py")
 
 
 @functools.cache

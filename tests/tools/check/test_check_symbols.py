@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ampcompat._extensions import NOT_FOUND
-from ampcompat.tools.check import scan, scan_source
+from ampcompat.tools.check import package_names, scan, scan_source
 from ampcompat.tools.check.symbols import MODULES, SYMBOLS, canonical, verdict
 
 
@@ -261,3 +261,12 @@ def test_the_report_of_a_directory(tmp_path):
 def test_what_every_module_has_is_there():
     code = "from apex import amp\nif 'state_dict' in amp.__dict__: pass\n"
     assert set(symbols(code).values()) == {"works"}
+
+
+def test_a_folder_that_an_older_version_left_hides_no_module(monkeypatch, tmp_path):
+    """git and pip leave the folder of a package that became a module, with Python's caches in it."""
+    (tmp_path / "amp" / "misuse" / "__pycache__").mkdir(parents=True)
+    (tmp_path / "amp" / "__init__.py").touch()
+    (tmp_path / "amp" / "misuse.py").write_text("watch = 1")
+    monkeypatch.setattr(package_names, "PACKAGE", tmp_path)
+    assert package_names.provides("ampcompat.amp.misuse.watch")
