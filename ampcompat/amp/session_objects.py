@@ -102,8 +102,6 @@ def _cast_models(session: Session, objects: Objects) -> None:
     options = session.properties.options
     policy = session.policy
     parts = list(dict.fromkeys(part for model in objects.models for part in model.modules()))
-    if policy.half_dtype is not None:
-        policy.has_parts = _hold_one_another(objects.models)
     optimizers = [*objects.optimizers, *optimizer_index.listed()]  # one of an earlier session may train this model, too
     cast_weights(
         parts,
@@ -126,12 +124,6 @@ def _cast_models(session: Session, objects: Objects) -> None:
 def _ids_of_params(optimizers: list[AmpOptimizer]) -> set[int]:
     """Ids of what ``optimizers`` hold."""
     return {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
-
-
-def _hold_one_another(models: list[torch.nn.Module]) -> bool:
-    """Whether one of ``models`` is a part of another."""
-    below = [part for model in models for part in model.modules() if part is not model]
-    return any(model in below for model in models)
 
 
 def _release_optimizer(optimizer: AmpOptimizer) -> None:

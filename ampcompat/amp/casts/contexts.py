@@ -111,7 +111,6 @@ class ThreadCasts(threading.local):
         forwards: Depth of casting forwards of initialized models; the outermost one owns autocast's weight cache.
         off: Depth of engine runs, optimizer steps and ``disable_casts`` blocks.
         regions: Open ``torch.autocast`` regions of the user, by device type.
-        running: Half models in whose forward this thread is, outermost first.
         switched_off: The context that is open since a script has set ``handle._is_active`` to False.
     """
 
@@ -119,11 +118,9 @@ class ThreadCasts(threading.local):
     off = 0
     switched_off: CastsOff | None = None
     regions: dict[str, int]
-    running: list[torch.nn.Module]
 
     def __init__(self) -> None:
         self.regions = {}
-        self.running = []
 
 
 @dataclass(eq=False)

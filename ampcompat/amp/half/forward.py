@@ -37,11 +37,10 @@ class ModelPolicy:
         opt_level: As in ``initialize``.
         casts: Function casts inside the forward.
         input_dtype: Weights and floating inputs are cast to it; None at O1 and O4.
-        output_dtype: Floating outputs are cast to it; None leaves them.
+        output_dtype: Floating outputs are cast to it, as in apex also where the caller is another model; None leaves
+            them.
         master_weights: Whether half weights have float32 masters.
         half_dtype: The half dtype that weights were cast to; None where they stay float32.
-        has_parts: Whether ``initialize`` cast a model and a part of it to half: ``[model, model.generator]``.
-        traced_depth: How many forwards under this policy the compiler is inside; counted if ``has_parts``.
     """
 
     opt_level: str
@@ -50,8 +49,6 @@ class ModelPolicy:
     output_dtype: torch.dtype | None
     master_weights: bool
     half_dtype: torch.dtype | None = field(init=False)
-    has_parts: bool = field(init=False, default=False)
-    traced_depth: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.half_dtype = self.input_dtype if self.input_dtype in HALF_DTYPES else None
@@ -87,10 +84,9 @@ class ModelPolicy:
             notify("on_forward", model, args, kwargs)
         is_replica = "_amp_stamp" in model.__dict__  # made by DataParallel, in a thread of its own
         try:
-            if self.half_dtype is None or is_replica:  # the original of a replica has followed its masters
-                output = self._call(model, forward, args, kwargs, self.output_dtype)
-            else:
-                output = self._run_half(model, forward, args, kwargs)
+            if self.master_weights and not is_replica:  # the original of a replica has followed its masters
+                push_written(masters_of(model))
+            output = self._call(model, forward, args, kwargs)
         except Exception as error:
             _explain_failure(model, error)
             raise
@@ -99,22 +95,7 @@ class ModelPolicy:
         return output
 
     # -- eager ---------------------------------------------------------------------------------------------------------
-    def _run_half(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
-        """Run a model of half weights: bring them up to date with their masters, and note that it is running."""
-        running = cast_state.thread.running
-        # Of ``initialize([model, model.generator], ...)``, the generator gives the model around it half outputs.
-        is_part = bool(running) and any(part is model for part in running[-1].modules())
-        running.append(model)
-        try:
-            if self.master_weights:
-                push_written(masters_of(model))
-            return self._call(model, forward, args, kwargs, None if is_part else self.output_dtype)
-        finally:
-            running.pop()
-
-    def _call(
-        self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs, output_dtype: torch.dtype | None
-    ) -> object:
+    def _call(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         """Call ``forward`` on inputs of this policy's dtype, with this policy's casts on, or all casts off."""
         if self.input_dtype is not None:
             args = cast_tree(args, self.input_dtype)
@@ -128,7 +109,7 @@ class ModelPolicy:
         else:
             with casts:
                 output = forward(*args, **kwargs)
-        return output if output_dtype is None else cast_tree(output, output_dtype)
+        return output if self.output_dtype is None else cast_tree(output, self.output_dtype)
 
     def _casts_for(self, model: torch.nn.Module, args: Args) -> ForwardCasts | CastsOff | None:
         """Return the context for a forward of ``model``.
@@ -177,29 +158,8 @@ class ModelPolicy:
         if not device_types:  # the model was unpickled: no ``initialize`` has named any
             # Not the model's own device: torch 2.4 cannot trace ``parameters()`` of every model.
             device_types = tuple({tensor.device.type: None for tensor in tensors_in((args, kwargs))})
-        is_part = False
-        if self.has_parts:
-            output, is_part = self._call_with_parts_in_graph(device_types, forward, args, kwargs)
-        else:
-            output = self._call_in_graph(device_types, forward, args, kwargs)
-        if self.output_dtype is None or is_part:
-            return output
-        return cast_tree(output, self.output_dtype)
-
-    def _call_with_parts_in_graph(
-        self, device_types: tuple[str, ...], forward: Forward, args: Args, kwargs: Kwargs
-    ) -> tuple[object, bool]:
-        """Call ``forward``; return its output, and whether a forward around it, under this policy, wants it in half.
-
-        The depth is an attribute because the compiler can follow one, unlike the thread's list. Calls without parts do
-        not come here: where a graph breaks inside a ``try``, the compiler leaves the whole function to Python.
-        """
-        is_part = self.traced_depth > 0
-        self.traced_depth += 1
-        try:
-            return self._call_in_graph(device_types, forward, args, kwargs), is_part
-        finally:
-            self.traced_depth -= 1
+        output = self._call_in_graph(device_types, forward, args, kwargs)
+        return output if self.output_dtype is None else cast_tree(output, self.output_dtype)
 
     def _call_in_graph(self, device_types: tuple[str, ...], forward: Forward, args: Args, kwargs: Kwargs) -> object:
         """Call ``forward`` with this policy's casts on ``device_types``.
