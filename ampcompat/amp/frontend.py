@@ -107,7 +107,7 @@ def initialize(
         loss_scale: ``"dynamic"``, or a number (or a number as a string) for a static scale.
         cast_model_outputs: Dtype that floating outputs of ``forward`` are cast to.
         num_losses: How many loss scalers; ``scale_loss`` chooses one by ``loss_id``.
-        verbosity: 0 prints nothing.
+        verbosity: 0 prints neither the options nor skipped steps.
         min_loss_scale: Floor of dynamic scales; None means 2^-24.
         max_loss_scale: Cap of dynamic scales, the initial one (2^16) included.
         patch_torch_functions_type: Of ROCm's fork: the dtype that O1 (``torch.float16``) or O4 (``torch.bfloat16``)

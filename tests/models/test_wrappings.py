@@ -265,11 +265,13 @@ def test_leaving_amp_keeps_a_derived_class():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_nested_models_in_one_list(level):
+    """The part gives float32 outputs, as in apex, to code outside and to the model around it."""
     torch.manual_seed(0)
-    model = nn.Sequential(Net(), nn.Linear(2, 2))
+    inputs = batch().shape[-1]
+    model = nn.Sequential(nn.Linear(inputs, inputs), Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    (outer, inner), optimizer = amp.initialize([model, model[0]], optimizer, opt_level=level, verbosity=0)
-    assert inner is outer[0]
+    (outer, inner), optimizer = amp.initialize([model, model[1]], optimizer, opt_level=level, verbosity=0)
+    assert inner is outer[1]
     train(outer, optimizer, 2)
     assert inner(batch()).dtype == OUTPUTS.get(level, torch.float32)
     if level in MASTER_LEVELS:
@@ -326,6 +328,18 @@ def test_functional_call(level):
     assert all(g.abs().sum() > 0 for g in grads)
     assert torch.equal(model(batch()), want)
     assert all(torch.equal(a, b) for a, b in zip(masters, amp.master_params(optimizer), strict=True))
+
+
+def test_an_error_of_the_script_is_not_laid_to_a_float32_weight():
+    class Raising(nn.Linear):
+        def forward(self, x):
+            raise RuntimeError("an error of my own")
+
+    model = amp.initialize(Raising(2, 2), opt_level="O2", verbosity=0)
+    model.register_parameter("extra", nn.Parameter(torch.zeros(1)))
+    with pytest.raises(RuntimeError, match="of my own") as found:
+        model(torch.zeros(1, 2))
+    assert not getattr(found.value, "__notes__", ())
 
 
 @pytest.mark.parametrize("level", CAST_LEVELS)

@@ -21,7 +21,7 @@ from ampcompat.amp.casts.trees import cast_tree, tensors_in
 from ampcompat.amp.half.devices import device_type_of, move_casts_to
 from ampcompat.amp.half.masters import push_written
 from ampcompat.amp.half.record import masters_of, own_tensors, record_of
-from ampcompat.amp.hints import add_hint
+from ampcompat.amp.hints import add_hint, hint_for
 from ampcompat.amp.observers import notify, observer_state
 
 Forward = Callable[..., object]
@@ -182,7 +182,7 @@ def _explain_failure(model: torch.nn.Module, error: Exception) -> None:
     """Add a hint to an error of torch's own that mixed precision provokes."""
     if observer_state.observers:
         notify("on_failure", error)
-    if isinstance(error, RuntimeError):
+    if isinstance(error, RuntimeError) and hint_for(error) is not None:
         _name_wide_weight(model, error)
     add_hint(error, model)
 

@@ -30,7 +30,7 @@ class FoundInf:
             return
         device = grads[0].device
         if grads[0].is_complex():
-            grads = [torch.view_as_real(grad) for grad in grads]
+            grads = [torch.view_as_real(grad.conj() if grad.is_conj() else grad) for grad in grads]
         if factor.device != device:
             factor = _torch.moved_to(device, factor)
         flag = self._flags.get(device)

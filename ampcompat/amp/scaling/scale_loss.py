@@ -114,8 +114,25 @@ def _optimizers_and_session(optimizers: Any) -> tuple[list[Any], Session]:
             return [], DISABLED
         _refuse_optimizer(optimizer, given if is_list else optimizers)
     if unique:
-        return unique, unique[0]._amp_stash.session
+        return unique, _session_of_all(unique)
     return [], sessions_in_use()[0] if latest.enabled else latest
+
+
+def _session_of_all(optimizers: list[Any]) -> Session:
+    """The session of the first of ``optimizers``; refuse those whose sessions have another loss scale."""
+    session: Session = optimizers[0]._amp_stash.session
+    for optimizer in optimizers:
+        other = optimizer._amp_stash.session
+        if other is session:
+            continue
+        given, other_given = session.properties.loss_scale, other.properties.loss_scale
+        if given != other_given:
+            raise RuntimeError(
+                f"scale_loss got optimizers of two amp.initialize calls, with loss_scale={given} and"
+                f" loss_scale={other_given} - a block has one loss scale - initialize them in one call, or with the same"
+                " loss_scale."
+            )
+    return session
 
 
 def _refuse_optimizer(optimizer: Any, given: Any) -> NoReturn:

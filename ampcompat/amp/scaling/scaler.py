@@ -211,12 +211,12 @@ class LossScaler(MovingScale):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict`, here or of GradScaler, returned; what is scaled already keeps its scale."""
+        factors = float(state_dict["growth_factor"]), float(state_dict["backoff_factor"])
+        counts = state_dict["growth_interval"], state_dict["_growth_tracker"]
         self._loss_scale = state_dict["scale"]
         self.pending = None
-        self.growth_factor = float(state_dict["growth_factor"])
-        self.backoff_factor = float(state_dict["backoff_factor"])
-        self._scale_seq_len = state_dict["growth_interval"]
-        self._unskipped = state_dict["_growth_tracker"]
+        self.growth_factor, self.backoff_factor = factors
+        self._scale_seq_len, self._unskipped = counts
 
     # -- by hand -------------------------------------------------------------------------------------------------------
     def update_scale(self) -> bool:

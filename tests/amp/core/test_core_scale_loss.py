@@ -267,3 +267,26 @@ def test_a_block_that_raised_is_used_up_too(level):
     with pytest.raises(RuntimeError, match="entered twice"):
         block.__enter__()
     train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize(("first", "second"), [("O0", "O2"), ("O2", "O0"), ("O3", "O1")])
+def test_optimizers_with_unlike_loss_scales_have_no_block_in_common(first, second):
+    models = [net(0), net(1)]
+    optimizers = [sgd(model) for model in models]
+    for model, optimizer, level in zip(models, optimizers, (first, second), strict=True):
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    loss = loss_of(models[0]) + loss_of(models[1])
+    with pytest.raises(RuntimeError, match="a block has one loss scale"), amp.scale_loss(loss, optimizers):
+        pass
+    assert all(param.grad is None for model in models for param in model.parameters())
+
+
+def test_optimizers_of_two_calls_with_one_kind_of_loss_scale_share_a_block():
+    """A GAN whose halves come by a call each."""
+    models = [net(0), net(1)]
+    optimizers = [sgd(model) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    with amp.scale_loss(loss_of(models[0]) + loss_of(models[1]), optimizers) as scaled:
+        scaled.backward()
+    assert all(param.grad is not None for optimizer in optimizers for param in amp.master_params(optimizer))

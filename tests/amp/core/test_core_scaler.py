@@ -185,6 +185,22 @@ def test_gradients_of_any_dtype_are_unscaled_and_checked(dtype):
     assert scaler.update_scale() is True
 
 
+def test_complex_gradients_that_are_conjugated_in_the_reading_are_unscaled():
+    scaler = LossScaler("dynamic", init_scale=4.0)
+    scaler.copy_on(CPU)
+    grad = torch.full((3,), 8.0 + 4.0j).conj()
+    scaler.unscale_grads([grad])
+    assert grad.tolist() == [2.0 - 1.0j] * 3
+
+
+def test_a_scaler_that_refuses_a_state_keeps_its_own():
+    scaler = LossScaler("dynamic")
+    before = scaler.state_dict()
+    with pytest.raises(KeyError):
+        scaler.load_state_dict({"scale": 4.0, "growth_factor": 3.0})
+    assert scaler.state_dict() == before
+
+
 class KernelsOfCuda(TorchDispatchMode):
     """Refuses on any device what CUDA refuses: its kernel that unscales takes no bfloat16."""
 
