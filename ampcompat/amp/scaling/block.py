@@ -168,12 +168,18 @@ class Block:
     def _make_room(self) -> None:
         """Make room for new gradients in ``p.grad``."""
         unaveraged = [stash for stash in self.stashes if stash.unaveraged]
-        if not unaveraged and not any(stash.joins_next for stash in self.stashes):
+        if not unaveraged and not self._goes_on():
             self.older.set_aside(self.leaves)
             return
         scale_older(self.leaves, self.scale, sparse=bool(unaveraged))
         for stash in unaveraged:
             rescale_kept(stash.leaves, stash.kept_scale, self.scale)
+
+    def _goes_on(self) -> bool:
+        """Whether it adds to the gradients of a delayed block; those in a graph of their own it sets aside."""
+        if not any(stash.joins_next for stash in self.stashes):
+            return False
+        return not any(gradient.requires_grad for gradient in self.leaves.gradients())
 
     # -- the end -------------------------------------------------------------------------------------------------------
     @_torch.eager
