@@ -25,11 +25,11 @@ class Table(NamedTuple):
 GRADIENTS: Final = Table(
     head=("event", "gradients"),
     rows=(
-        ("block begins", "older ones are set aside; those of `no_sync` stay, multiplied by the scale"),
+        ("block begins", "older ones are set aside; those of `no_sync` and `delay_unscale` stay, scaled"),
         ("block ends", "new ones are unscaled, older ones added"),
         ("block ends with an overflow", "the same; each optimizer that holds them skips a step"),
         ("block gives no gradient", "older ones come back"),
-        ("ends with `delay_unscale`", "as without it; the scale moves with the next block"),
+        ("ends with `delay_unscale`", "as without it; the next block adds its own to them, and moves the scale"),
         ("ends in DDP's `no_sync`", "as without it; the next block has them averaged with its own"),
         ("block raises", "as it ends, with what the failed pass has added; the scale moves with the next block"),
         ("end of the block raises", "cleared (None), older ones too"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import shlex
 import sys
 import tempfile
@@ -132,6 +133,7 @@ def _checked(args: argparse.Namespace) -> list[Level]:
         value = getattr(args, name)
         if not value >= least:  # so it is with a NaN
             args.parser.error(f"--{name} {value:g} - it must be {least} or more - leave it out for the usual one")
+    importlib.import_module("ampcompat.amp")  # before the tools, which it starts where the environment asks
     try:
         return read_levels(args.opt_level, args.dtype)
     except ValueError as problem:

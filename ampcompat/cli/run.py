@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -90,6 +91,8 @@ def main(args: argparse.Namespace) -> int:
         os.environ["AMPCOMPAT_KEEP_FP32"] = args.keep_fp32
     if not can_open(args.target[0]):
         return 2
+    if args.explain is not None or args.report is not None:
+        importlib.import_module("ampcompat.amp")  # before the tools, which it starts where the environment asks too
     if args.explain is not None:
         _explain(args)
     with _unused_options_named(args), _reported(args.report):

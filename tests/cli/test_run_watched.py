@@ -172,6 +172,25 @@ def test_explain_until_the_first_fault(run):
     assert any("the script ends here, after 1 explanation" in line for line in done.stderr.splitlines())
 
 
+@pytest.mark.parametrize("option", ["--explain", "--report"])
+@pytest.mark.parametrize("asked", [{"AMPCOMPAT_EXPLAIN": "3"}, {"AMPCOMPAT_REPORT": "r.json"}])
+def test_what_the_environment_asks_for_goes_with_an_option(tmp_path, ampcompat_run, asked, option):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = ampcompat_run(option, "script.py", "3", fresh=True, **asked)
+    assert done.returncode == 3, done.stderr
+    assert ("ampcompat explain: 1 of 2 steps was skipped" in done.stderr) == ("explain" in option + str(asked).lower())
+
+
+@pytest.mark.parametrize("asked", [{"AMPCOMPAT_EXPLAIN": "3"}, {"AMPCOMPAT_REPORT": "r.json"}])
+def test_what_the_environment_asks_for_goes_with_parity(tmp_path, asked):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **asked}
+    words = ["-m", "ampcompat", "parity", "--opt-level=O1", "script.py", "0"]
+    done = run_python(words, cwd=tmp_path, env=environment, fresh=True)
+    assert "O1" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
 def test_the_last_line_of_explain_has_counts(run):
     done = run("--explain=5", status=3)
     assert done.stderr.splitlines()[-1].startswith("ampcompat explain: 1 of 2 steps was skipped; ")

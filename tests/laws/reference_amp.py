@@ -85,6 +85,12 @@ class Weight:
             self.leaf.grad = self.value.grad.to(self.leaf.dtype)
             self.note()
 
+    def scale_older(self, scale):
+        """The model has the gradient of a delayed block, multiplied by the scale of a block that adds to it."""
+        older = self.value.grad
+        self.value.grad, self.shown = None, None
+        self.leaf.grad = None if older is None else (older * scale).to(self.leaf.dtype)
+
     def zero(self):
         """``zero_grad(set_to_none=False)``: where the model has a gradient, both are zero."""
         if self.leaf.grad is None:
@@ -123,12 +129,14 @@ class Optimizer:
     shared: set[Weight] = field(default_factory=set)  # another one holds these too
     overflow: bool = False  # a block since the last step, at a dynamic scale
     skipped: bool = False
+    joins_next: bool = False  # the next block adds to its gradients in the model (``delay_unscale``)
 
     def gradients(self):
         return [weight.value.grad for weight in self.weights if weight.value.grad is not None]
 
     def zero_grad(self, set_to_none=True):
         self.torch.zero_grad(set_to_none)
+        self.joins_next = False
         for weight in self.weights:
             if weight.has_master and set_to_none:
                 weight.leaf.grad = None
@@ -138,7 +146,7 @@ class Optimizer:
 
     def step(self):
         self.skipped = self.overflow
-        self.overflow = False
+        self.overflow = self.joins_next = False
         if not self.skipped:
             self.torch.step()
         for weight in self.weights:
@@ -339,7 +347,7 @@ class Reference:
         self.backward(loss.float() * block.scale, step)
         self.open.remove(block)
         waits = step["raises"] or step["delay_overflow_check"] or step["delay_unscale"]
-        self.end(block, counts=not waits)
+        self.end(block, counts=not waits, joins_next=step["delay_unscale"])
 
     def nested(self, step):
         """A block in a block."""
@@ -403,6 +411,10 @@ class Reference:
         block = Block(chosen, weights, scaler.scale, scaler)
         for one in chosen:
             self.drop_cleared(one.weights)
+        if any(one.joins_next for one in chosen):
+            for weight in weights:
+                weight.scale_older(block.scale)
+            return block
         for one in chosen:
             for weight in one.weights:
                 if not weight.has_master and weight.leaf.grad is not None:
@@ -416,11 +428,12 @@ class Reference:
             if weight.shown is not None and weight.leaf.grad is None:
                 weight.forget()
 
-    def end(self, block, counts=True):
+    def end(self, block, counts=True, joins_next=False):
         overflow = self.unscale(block, counts)
         for one in self.optimizers:
             if set(one.weights) & set(block.weights):
                 one.overflow |= overflow
+                one.joins_next = joins_next
 
     def unscale(self, scaled, counts):
         """Unscale, add up, and move the scale, or leave that to its next block; whether a step must be skipped."""

@@ -23,11 +23,11 @@ each event does:
 ==============================  ====================================================================================
 event                           gradients
 ==============================  ====================================================================================
-block begins                    older ones are set aside; those of ``no_sync`` stay, multiplied by the scale
+block begins                    older ones are set aside; those of ``no_sync`` and ``delay_unscale`` stay, scaled
 block ends                      new ones are unscaled, older ones added
 block ends with an overflow     the same; each optimizer that holds them skips a step
 block gives no gradient         older ones come back
-ends with ``delay_unscale``     as without it; the scale moves with the next block
+ends with ``delay_unscale``     as without it; the next block adds its own to them, and moves the scale
 ends in DDP's ``no_sync``       as without it; the next block has them averaged with its own
 block raises                    as it ends, with what the failed pass has added; the scale moves with the next block
 end of the block raises         cleared (None), older ones too
@@ -61,7 +61,7 @@ from ampcompat.amp.scaling.adapter import adapter_state
 from ampcompat.amp.scaling.found_inf import FoundInf
 from ampcompat.amp.scaling.groups import follow_changes
 from ampcompat.amp.scaling.leaves import Leaves
-from ampcompat.amp.scaling.older_gradients import OlderGradients, rescale_kept, scale_unaveraged
+from ampcompat.amp.scaling.older_gradients import OlderGradients, rescale_kept, scale_older
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizer, OptimizerState, optimizer_index
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.unscaling import flag_of_all_ranks, unscale_gradients
@@ -98,6 +98,8 @@ class Block:
         optimizers: The optimizers that it was opened for.
         loss: The script's loss, until it is scaled.
         delays_scale: Whether the next block moves the scale, in the place of this one.
+        joins_next: Whether the next block adds its gradients to these in ``p.grad`` (``delay_unscale``): what a script
+            does there in the block, as an all-reduce by hand, is done to the sum.
         entered: Whether it was entered.
         stashes: What amp keeps with each of its optimizers; looked up when it opens, as the leaves are.
         leaves: The tensors of its optimizers: it unscales their gradients, and no others.
@@ -112,6 +114,7 @@ class Block:
     optimizers: list[AmpOptimizer]
     loss: torch.Tensor
     delays_scale: bool
+    joins_next: bool
     entered: bool = field(init=False, default=False)
     stashes: list[OptimizerState] = field(init=False)
     leaves: Leaves = field(init=False)
@@ -165,12 +168,18 @@ class Block:
     def _make_room(self) -> None:
         """Make room for new gradients in ``p.grad``."""
         unaveraged = [stash for stash in self.stashes if stash.unaveraged]
-        if not unaveraged:
+        if not unaveraged and not self._goes_on():
             self.older.set_aside(self.leaves)
             return
-        scale_unaveraged(self.leaves, self.scale)
+        scale_older(self.leaves, self.scale, sparse=bool(unaveraged))
         for stash in unaveraged:
             rescale_kept(stash.leaves, stash.kept_scale, self.scale)
+
+    def _goes_on(self) -> bool:
+        """Whether it adds to the gradients of a delayed block; those in a graph of their own it sets aside."""
+        if not any(stash.joins_next for stash in self.stashes):
+            return False
+        return not any(gradient.requires_grad for gradient in self.leaves.gradients())
 
     # -- the end -------------------------------------------------------------------------------------------------------
     @_torch.eager
@@ -199,6 +208,8 @@ class Block:
         try:
             self.has_gradients = unscale_gradients(self.leaves, found_inf, self.scale)
             self.older.add_to_new()
+            for stash in self._holders():
+                stash.joins_next = self.joins_next
             if self._must_wait_for_others(has_failed):
                 for stash in self._holders():
                     stash.note_unaveraged(self.scaler, self.scale)

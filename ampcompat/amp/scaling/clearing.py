@@ -44,6 +44,7 @@ def clear_by_optimizer(optimizer: AmpOptimizer, original: Callable[..., Any], *a
     if masters:
         _clear_half_gradients(masters, _asks_for_zeros(*args, **kwargs))
     stash.unaveraged = []
+    stash.joins_next = False
     stash.set_aside_by_script.clear_all()
     if block_state.open_blocks or adapter_state.adapters:
         _clear_what_is_elsewhere(stash.leaves.tensors())

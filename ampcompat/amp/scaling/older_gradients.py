@@ -7,6 +7,9 @@ Gradients of this process alone, as blocks in DDP's ``no_sync`` leave them, are 
 as a backward pass leaves it. So they stay there, multiplied by the scale, and are averaged with the new ones. An
 overflow that one process has found is inf or NaN in that average: each process finds it then, and none before, so that
 their scales stay equal.
+
+Nor are those of blocks with ``delay_unscale``: as under apex, the last block of an accumulation holds the whole sum.
+Scripts average ``p.grad`` of all ranks there by hand (UNITER, HERO).
 """
 
 from __future__ import annotations
@@ -102,14 +105,20 @@ def take_sums_out_of_model(masters: list[Master]) -> None:
         master.grad_shown = False
 
 
-# -- gradients of this process alone -----------------------------------------------------------------------------------
+# -- gradients that a block adds to in p.grad --------------------------------------------------------------------------
 @torch.no_grad()
-def scale_unaveraged(leaves: Leaves, scale: torch.Tensor | None) -> None:
-    """Multiply the gradients of ``leaves``, which are those of this process alone, by the ``scale`` of a block."""
+def scale_older(leaves: Leaves, scale: torch.Tensor | None, sparse: bool) -> None:
+    """Put the gradients of ``leaves`` into ``p.grad``, multiplied by the ``scale`` of a block that adds to them there.
+
+    Args:
+        leaves: Whose gradients: those of this process alone, or of delayed blocks.
+        scale: Of the block; None where that is one.
+        sparse: Whether those of half weights may be sparse. torch cannot add such on the CPU.
+    """
     take_sums_out_of_model(leaves.masters)
     for master in leaves.masters:
         older = master.value.grad
-        if older is not None:
+        if older is not None and (sparse or not older.is_sparse):
             scaled = older if scale is None else older * _torch.moved_to(older.device, scale)
             master.half.grad = scaled.to(master.dtype)
             master.value.grad = None

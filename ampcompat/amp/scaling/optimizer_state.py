@@ -61,6 +61,7 @@ class OptimizerState:
             passes when the gradients are averaged.
         kept_scale: What gradients are multiplied by that ``fully_shard`` keeps to itself meanwhile (0-dim float32);
             None where that is one.
+        joins_next: Whether the next block adds to the gradients that are there in ``p.grad`` (``delay_unscale``).
         skipped: Whether the last step was skipped; None before the first step, and where the device decided.
         undecided_steps: The flags of each step that only the device knows the outcome of, on their way to the host;
             the oldest first.
@@ -79,6 +80,7 @@ class OptimizerState:
     delayed_overflows: dict[LossScaler, DelayedOverflow] = field(default_factory=dict)
     unaveraged: list[LossScaler] = field(default_factory=list)
     kept_scale: torch.Tensor | None = None
+    joins_next: bool = False
     skipped: bool | None = None
     undecided_steps: list[list[FlagCopy]] = field(default_factory=list)
     device_skipped: bool | None = None
@@ -133,6 +135,7 @@ class OptimizerState:
         Gradients of tensors without a master stay until they are cleared, as in plain torch; so do those of masters
         that another optimizer shares.
         """
+        self.joins_next = False
         for master in self.leaves.masters:
             if id(master.half) not in self.shared:
                 # As :meth:`Master.clear_gradient`, for thousands of masters at each step.

@@ -40,7 +40,8 @@ def scale_loss(
         loss_id: Which of the ``num_losses`` scalers to use.
         model: Ignored, as under apex.
         delay_unscale: Leave the scale alone: the next block moves it. Gradients are unscaled all the same (D55), and an
-            overflow skips the step. No need to use it for accumulation: gradients accumulate correctly without.
+            overflow skips the step. The next block begins with these gradients in ``p.grad``, multiplied by its scale,
+            so that an all-reduce by hand in it averages the whole sum. No need to use it for accumulation without that.
         delay_overflow_check: Leave the scale alone, as ``delay_unscale`` does. A script that then calls the scaler's
             ``update_scale()`` decides about the step.
 
@@ -69,7 +70,8 @@ def scale_loss(
     scaler = session.scalers[loss_id]
     check_scaler(scaler, loss_id)  # a script may have put it there
     scaler.loss_id = loss_id  # it may have been put there by hand
-    return Block(scaler, used_optimizers, loss, bool(delay_unscale or delay_overflow_check))
+    delays_scale = bool(delay_unscale or delay_overflow_check)
+    return Block(scaler, used_optimizers, loss, delays_scale, joins_next=bool(delay_unscale))
 
 
 def _index_of_scaler(loss_id: Any, count: int) -> int:

@@ -341,7 +341,8 @@ def scale_loss(
 
     So it ends also where it raises. After an overflow, optimizers that hold these gradients skip their next step,
     whatever is cleared before it. ``loss_id`` says which of the ``num_losses`` scales is used; ``model`` is not. With
-    ``delay_unscale`` or ``delay_overflow_check``, the next block moves the scale, for both.
+    ``delay_unscale`` or ``delay_overflow_check``, the next block moves the scale, for both; after ``delay_unscale`` it
+    also begins with these gradients in ``p.grad``, multiplied by its scale.
     """
     optimizer_list = _as_list(optimizers)
     scalers = _loss_scalers_of(optimizer_list)
@@ -358,6 +359,8 @@ def scale_loss(
         _explain_dtypes(error)
         raise
     _end(block, moves_scale=not (delay_unscale or delay_overflow_check))
+    for optimizer in block.optimizers:
+        optimizer._amp_stash.joins_next = delay_unscale
 
 
 def _explain_dtypes(error: BaseException) -> None:
@@ -390,10 +393,12 @@ def _begin(optimizers: list[Any], scaler: LossScaler) -> _Block:
     """Open a block, and set older gradients aside.
 
     Those of one process alone stay, multiplied by the scale: DistributedDataParallel averages them with the new ones.
+    So do those of delayed blocks, for an average that the script takes in the last block.
     """
     block = _Block(optimizers, scaler, _params_of(optimizers), scaler.loss_scale(), [])
     _refuse_open(block.params)
-    if any(optimizer._amp_stash.unaveraged for optimizer in optimizers):
+    stashes = [optimizer._amp_stash for optimizer in optimizers]
+    if any(stash.unaveraged or stash.joins_next for stash in stashes):
         _multiply(_gradients_of(block.params), block.scale)
     else:
         block.older = _set_aside(block.params)
@@ -531,9 +536,11 @@ def _wrap_step(optimizer: Any) -> None:
     """Make an optimizer skip its step after an overflow.
 
     ``overflows``: scalers of blocks that overflowed since the last step. ``unaveraged``: scalers of blocks that have
-    left gradients of this process alone.
+    left gradients of this process alone. ``joins_next``: whether the next block adds to the gradients that are there.
     """
-    optimizer._amp_stash = types.SimpleNamespace(loss_scalers=_amp_state.loss_scalers, overflows={}, unaveraged={})
+    optimizer._amp_stash = types.SimpleNamespace(
+        loss_scalers=_amp_state.loss_scalers, overflows={}, unaveraged={}, joins_next=False
+    )
     _amp_state.optimizers.pop(optimizer, None)
     _amp_state.optimizers[optimizer] = None
     step = optimizer.step
@@ -564,6 +571,7 @@ def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -
         stash.unaveraged = {}
     overflows = stash.overflows
     stash.overflows = {}
+    stash.joins_next = False
     if not overflows:
         args = tuple(_checked(optimizer, argument) for argument in args)
         kwargs = {name: _checked(optimizer, argument) for name, argument in kwargs.items()}

@@ -31,9 +31,14 @@ def command(journal: Path, steps: int, skips: Sequence[int], target: Sequence[st
     return [sys.executable, "-m", "ampcompat.tools.recording.child", *settings, *target]
 
 
+#: What asks for other tools in each process that imports amp: a recorded run has none of them.
+_OTHER_TOOLS = ("AMPCOMPAT_EXPLAIN", "AMPCOMPAT_REPORT")
+
+
 def environment(changes: Mapping[str, str]) -> dict[str, str]:
     """This process's variables with ``changes`` for a recorded one: output at once, hashes fixed."""
-    return {**os.environ, "PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", **changes}
+    inherited = {name: value for name, value in os.environ.items() if name not in _OTHER_TOOLS}
+    return {**inherited, "PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", **changes}
 
 
 def follow(

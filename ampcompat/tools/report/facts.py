@@ -124,7 +124,7 @@ def _headline(facts: Facts) -> str:
     if not any(is_half(one.dtype) for one in facts.ops):
         return f"Nothing ran in half precision: {_why_nothing(facts)}"
     if facts.half_flops_share is None:
-        return f"Ops ran in {facts.half}, but no matrix product, convolution or attention among them."
+        return f"Ops ran in {facts.half or 'half'}, but no matrix product, convolution or attention among them."
     return f"{100 * facts.half_flops_share:.1f} % of the FLOPs ran in {facts.half or 'half'}."
 
 

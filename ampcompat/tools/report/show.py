@@ -13,7 +13,8 @@ COLUMNS = ["op", "pass", "dtype", "count", "FLOPs"]
 
 def as_text(facts: Facts) -> str:
     """Sentences, then the ops."""
-    head = f"precision report: opt_level {facts.opt_level}, half is {facts.half or 'not used'}"
+    level = f"opt_level {facts.opt_level}" if facts.initialized else "amp.initialize was not called"
+    head = f"precision report: {level}, half is {facts.half or 'not used by amp'}"
     lines = [head, *(f"  {sentence}" for sentence in facts.sentences)]
     if facts.ops:
         rows = [_row(one) for one in facts.ops[:ROWS]]

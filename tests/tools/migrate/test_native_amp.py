@@ -608,6 +608,22 @@ def test_accumulated_gradients_are_those_of_plain_torch(amp, delay):
         assert torch.equal(param.grad, grad)
 
 
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_the_last_block_of_an_accumulation_holds_the_whole_sum(amp, level):
+    """Scripts average it over all ranks there by hand; here the other rank has nothing."""
+    model, optimizer = start(amp, max_loss_scale=2.0**10, opt_level=level, loss_scale="dynamic")
+    found = []
+    for divisor in (1, 2):
+        for delay in (True, True, False):
+            with amp.scale_loss(model(X).pow(2).mean(), optimizer, delay_unscale=delay) as scaled:
+                scaled.backward()
+                if not delay:
+                    model.weight.grad.data.div_(divisor)
+        found.append(model.weight.grad.clone())
+        optimizer.zero_grad()
+    assert torch.equal(found[1], found[0] / 2)
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_older_gradients_that_the_block_clears_are_gone(amp, set_to_none):
     """They are cleared to None, as ``zero_grad`` does. Zeros in place are not seen: they come back at the end."""

@@ -48,6 +48,17 @@ def test_the_first_sentence(changes, first):
     assert said(**changes)[0].startswith(first)
 
 
+def test_a_half_model_without_amp():
+    """As fp16_utils.FP16_Optimizer steps it: half is used, and amp has no part in it."""
+    facts = Facts(ops=[HALF], half_flops_share=1.0)
+    facts.sentences = sentences(facts)
+    head, first, *_ = as_text(facts).splitlines()
+    assert head == "precision report: amp.initialize was not called, half is not used by amp"
+    assert first == "  100.0 % of the FLOPs ran in half."
+    facts.half_flops_share = None
+    assert sentences(facts)[0].startswith("Ops ran in half, but no matrix product")
+
+
 # -- the others --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("changes", "sentence"),
