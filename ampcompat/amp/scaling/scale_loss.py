@@ -131,7 +131,7 @@ def _session_of_all(optimizers: list[Any]) -> Session:
         if given != other_given:
             raise RuntimeError(
                 f"scale_loss got optimizers of two amp.initialize calls, with loss_scale={given} and"
-                f" loss_scale={other_given} - a block has one loss scale - initialize them in one call, or with the same"
+                f" loss_scale={other_given} - a block has one loss scale - initialize them in one call, or with one"
                 " loss_scale."
             )
     return session
