@@ -3,9 +3,9 @@
 Otherwise an overflow that is already there would count again with each pass. As in apex, two overflows in one
 accumulation halve the scale twice.
 
-Gradients of this process alone, as blocks in DDP's ``no_sync`` leave them, are not set aside. DDP averages ``p.grad``
-as a backward pass leaves it. So they stay there, multiplied by the scale, and are averaged with the new ones. An
-overflow that one process has found is inf or NaN in that average: each process finds it then, and none before, so that
+*Unaveraged* gradients, which blocks in DDP's ``no_sync`` leave, are not set aside. DDP averages ``p.grad`` as a
+backward pass leaves it. So unaveraged gradients stay there, multiplied by the scale, and are averaged with the new
+ones. An overflow in one process makes that average inf or NaN: every process finds it then, and none before, so that
 their scales stay equal.
 """
 
@@ -42,7 +42,7 @@ class OlderGradients:
                 grad = grad.clone()
             found.append((param, grad, grad._version))
         self._entries = found
-        take_sums_out_of_model(leaves.masters)
+        clear_half_gradients(leaves.masters)
         for param, _, _ in found:
             param.grad = None
 
@@ -88,7 +88,7 @@ def _refuse_written(param: torch.Tensor) -> None:
     )
 
 
-def take_sums_out_of_model(masters: list[Master]) -> None:
+def clear_half_gradients(masters: list[Master]) -> None:
     """Clear the gradients of half weights before a backward pass; the sums in their masters stay.
 
     Where a script has cleared one in the model, the sum is cleared, too.
@@ -102,11 +102,11 @@ def take_sums_out_of_model(masters: list[Master]) -> None:
         master.grad_shown = False
 
 
-# -- gradients of this process alone -----------------------------------------------------------------------------------
+# -- unaveraged gradients ----------------------------------------------------------------------------------------------
 @torch.no_grad()
 def scale_unaveraged(leaves: Leaves, scale: torch.Tensor | None) -> None:
-    """Multiply the gradients of ``leaves``, which are those of this process alone, by the ``scale`` of a block."""
-    take_sums_out_of_model(leaves.masters)
+    """Multiply the unaveraged gradients of ``leaves`` by the ``scale`` of a block."""
+    clear_half_gradients(leaves.masters)
     for master in leaves.masters:
         older = master.value.grad
         if older is not None:
@@ -122,7 +122,7 @@ def scale_unaveraged(leaves: Leaves, scale: torch.Tensor | None) -> None:
 def rescale_kept(leaves: Leaves, before: torch.Tensor | None, scale: torch.Tensor | None) -> None:
     """Bring gradients of ``leaves`` that ``fully_shard`` keeps to itself from the scale ``before`` to ``scale``.
 
-    They may be half, so that they stay multiplied outside of blocks. Where the ratio of the scales is a power of two,
+    Such gradients may be half, so they stay multiplied between blocks. Where the ratio of the scales is a power of two,
     as it is unless a script wrote one of them, no bit of a gradient in the normal range of its dtype is lost.
     """
     tensors = leaves.tensors()
