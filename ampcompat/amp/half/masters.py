@@ -1,12 +1,11 @@
 """Float32 masters of half tensors. The two copies are kept equal: ``half == value.to(half.dtype)``, bitwise.
 
-Each half tensor of a model has a *master*, which ties two copies of one weight: ``half``, the model's tensor, and
-``value``, a float32 parameter. The module that has ``half`` also holds the master, so deepcopy and pickle take it along
-(:class:`ampcompat.amp.half.record.HalfWeights`). Either copy leads to the master (:func:`master_of`). Optimizers under
-amp step ``value``.
+A *master* ties two copies of one weight or buffer: ``half``, the model's tensor, and ``value``, a float32 parameter.
+The module that has ``half`` also holds the master (:class:`ampcompat.amp.half.record.HalfWeights`), so deepcopy and
+pickle take it along. Either copy leads to the master (:func:`master_of`). Optimizers under amp step ``value``.
 
-The copies are equal when a step has ended and when a forward begins. Three kinds of writes to ``half`` are exceptions,
-and wait until later: see below. A float16 weight of two elements, in numbers (1.0 and 1.001 are neighbours in float16):
+The copies are equal when a step has ended and when a forward begins. Three kinds of writes to ``half`` are exceptions:
+the text below the tables lists them. A float16 weight of two elements, in numbers (1.0 and 1.001 are neighbours):
 
 =====================================  ============  =============
 moment                                 half          value
@@ -52,11 +51,12 @@ Three words name what is done to the copies:
 * *pull*: take the elements of ``half`` that differ into ``value``.
 * *align*: push if ``value`` was written, pull if ``half`` was.
 
-A forward only pushes (:func:`push_written`), a step, a save or a copy aligns (:func:`align_written`). So these wait:
+A forward only pushes (:func:`push_written`). A step, a save or a copy aligns (:func:`align_written`). So three kinds of
+writes to ``half`` do not reach ``value`` at once:
 
-* A script's write to ``half``: forwards use it unchanged, and the next step pulls it. A weight that is changed for one
-  forward and changed back before the next step leaves its master unchanged.
-* Batch norm's write to half buffers: torch does not tell of it, so every alignment pulls buffers.
+* A script's write: forwards use it unchanged, and the next alignment pulls it. A weight that is changed for one forward
+  and changed back before the next step leaves its master unchanged.
+* Batch norm's write to a half buffer: torch does not tell of it, so every alignment pulls buffers.
 * A write past torch, as through numpy: only ``amp.sync_masters`` pulls it, and a step overwrites it.
 
 We know which copy was written without reading the device. A write moves the version of a tensor, or the version of
