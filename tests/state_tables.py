@@ -25,12 +25,15 @@ class Table(NamedTuple):
 GRADIENTS: Final = Table(
     head=("event", "gradients"),
     rows=(
-        ("block begins", "older ones are set aside; those of `no_sync` and `delay_unscale` stay, scaled"),
+        ("block begins", "older ones are set aside; unaveraged and delayed ones stay, multiplied by the scale"),
         ("block ends", "new ones are unscaled, older ones added"),
         ("block ends with an overflow", "the same; each optimizer that holds them skips a step"),
         ("block gives no gradient", "older ones come back"),
-        ("ends with `delay_unscale`", "as without it; the next block adds its own to them, and moves the scale"),
-        ("ends in DDP's `no_sync`", "as without it; the next block has them averaged with its own"),
+        (
+            "ends with `delay_unscale`",
+            "unscaled, older ones added; the next block adds to them, and moves the scale",
+        ),
+        ("ends in DDP's `no_sync`", "unscaled; DDP averages them with the gradients of the next block"),
         ("block raises", "as it ends, with what the failed pass has added; the scale moves with the next block"),
         ("end of the block raises", "cleared (None), older ones too"),
         ("`step`", "used; cleared in masters"),
@@ -60,7 +63,7 @@ MASTERS: Final = Table(
         ("`half.requires_grad` set", "kept", "follows, at `amp.master_params`"),
         ("parameter replaced in its module", "stays, of no model; a save warns", "stays with its optimizer"),
         ("replaced, and added to an optimizer", "stays, of no model", "stays; the new one has its own"),
-        ("buffer assigned in its module", "the new buffer, as it is", "made anew from it, at the next save"),
+        ("buffer assigned in its module", "the new buffer, as it is", "a new master is made at the next save"),
         ("`model.to(device)`", "moved", "follows"),
         ("other strides (`memory_format=`)", "laid out anew", "keeps its strides, for fused optimizers"),
         ("`model.float()` and the like", "cast back", "takes the elements that differ"),

@@ -92,7 +92,7 @@ def _refuse_scripted_parts(model: torch.nn.Module, level: str) -> None:
 def _cast_by_amp(model: torch.nn.Module) -> set[torch.nn.Module]:
     """The modules in ``model`` that amp has cast before, and what was added below them since.
 
-    What is added may be made of half weights: parametrizations of ``torch.nn.utils`` take the weight over.
+    What is added may be made of half weights: parametrizations of ``torch.nn.utils`` reuse the weight.
     """
     cast: set[torch.nn.Module] = set()
     for module in model.modules():

@@ -51,7 +51,7 @@ class _Level:
 
 
 _classes = {name: type(name, (_Level,), {"name": name, "brief": row.brief}) for name, row in LEVELS.items()}
-# apex's names; the class of a level that apex had not is in ``opt_levels`` alone.
+# apex's names; the class of a level that apex did not have is in ``opt_levels`` alone.
 O0, O1, O2, O3, O4, O5 = (_classes[name] for name in ("O0", "O1", "O2", "O3", "O4", "O5"))
 opt_levels = {name: level() for name, level in _classes.items()}
 
@@ -95,10 +95,10 @@ def initialize(
         models: A ``torch.nn.Module`` with float32 weights, not yet wrapped in DDP or DataParallel; or a list of them.
         optimizers: An optimizer, a list of them (possibly empty), or None.
         enabled: False leaves the objects as plain PyTorch has them, and makes every later call on them a no-op. Objects
-            that were under amp before are taken out of it: float32 weights with the masters' values, and an optimizer
-            that steps them. (apex left the casts in place and stopped scaling.) Any value is taken by its truth: public
-            scripts pass the level here, ``initialize(model, optimizer, "O1")``, and a line says which level is in
-            force.
+            that were under amp before are taken out of it: weights become float32 with the masters' values, and the
+            optimizer steps them. (apex left the casts in place and stopped scaling.) Any value is taken by its truth:
+            public scripts pass the level here, ``initialize(model, optimizer, "O1")``, and a line says which level is
+            in force.
         opt_level: ``"O0"`` to ``"O3"`` as in apex, ``"O4"`` (O1 in bfloat16) or ``"O5"`` (O2 in bfloat16).
         cast_model_type: Dtype of weights and inputs; False for no cast.
         patch_torch_functions: Cast functions by lists (O1's own).

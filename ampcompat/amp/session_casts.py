@@ -23,7 +23,7 @@ from ampcompat.amp.scaling.session import Session
 def begin_casts(session: Session) -> None:
     """Bring the casts of ``session``, if it has any, into force, and ambient casts to the devices of live models."""
     held = device_types_of(model_index.live)
-    if model_index.live and not held:  # models without tensors alone: they compute where their inputs are
+    if model_index.live and not held:  # no live model has any tensor: they compute where their inputs are
         held = {_torch.accelerator(), "cpu"}
     session.device_types = held & set(_torch.autocast_device_types())
     if session.policy.casts.enabled:
@@ -34,7 +34,8 @@ def begin_casts(session: Session) -> None:
         _come_into_force(session)
     elif session.policy.half_dtype is not None and "cpu" in session.device_types:
         cpu_convolution.install()
-    # First, because it forgets the device types: the last model at O1 may be at another level now.
+    # Uninstalling is due if the last O1 model has gone to another level. It clears ``device_types``, so it comes before
+    # ``set_ambient``, which sets them.
     _uninstall_if_unused()
     of_init = [other.device_types for other in cast_state.sessions if not other.has_models]
     set_ambient(session.device_types.union(*of_init))

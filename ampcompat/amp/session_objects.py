@@ -1,7 +1,8 @@
 """The models and optimizers of one session: put under amp, or with ``enabled=False`` taken out of it.
 
 All checks have been made before. What fails here (memory runs out) leaves objects half way. The same call of
-``initialize``, made again, completes them: each change begins with what it finds.
+``initialize``, made again, completes them: each change is idempotent. Optimizers of other sessions stay as they are,
+but casting reads what they hold: they may train a model of this session, which then needs masters.
 """
 
 from __future__ import annotations

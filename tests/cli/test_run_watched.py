@@ -184,9 +184,8 @@ def test_what_the_environment_asks_for_goes_with_an_option(tmp_path, ampcompat_r
 @pytest.mark.parametrize("asked", [{"AMPCOMPAT_EXPLAIN": "3"}, {"AMPCOMPAT_REPORT": "r.json"}])
 def test_what_the_environment_asks_for_goes_with_parity(tmp_path, asked):
     (tmp_path / "script.py").write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **asked}
     words = ["-m", "ampcompat", "parity", "--opt-level=O1", "script.py", "0"]
-    done = run_python(words, cwd=tmp_path, env=environment, fresh=True)
+    done = run_python(words, cwd=tmp_path, variables=asked, fresh=True)
     assert "O1" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
 

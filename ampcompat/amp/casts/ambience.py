@@ -17,10 +17,10 @@ The contexts that change casts for a time are in :mod:`.contexts`. Ambient code 
 cache: it has no end at which the cache could be dropped.
 
 While any session casts functions, three places of torch are patched, all with undo: the autograd engine, which must run
-with casts off (a float32 region's gradients would be halved by C++ backward formulas otherwise); bodies of Python
+with casts off (C++ backward formulas would otherwise cast the gradients of a float32 region to half); bodies of Python
 ``autograd.Function``s inside it, which get the casts of their forward again (old custom functions multiply half by
 float); and ``torch.autocast`` regions, which are counted, so that forwards inside them leave casts to the user. apex
-had none of these: its patches of Python functions were on everywhere but in C++ (``apex/amp/amp.py: init``).
+patched none of these: its casts were in Python functions, which C++ does not call (``apex/amp/amp.py: init``).
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ def set_ambient(device_types: Iterable[str]) -> None:
 
 
 def _latest_casts() -> Casts:
-    """Return the casts of the latest session in force that was not undone."""
+    """Return the casts of the latest session that still casts functions; :data:`OFF` if there is none."""
     enabled = [session.policy.casts for session in casting_sessions() if session.policy.casts.enabled]
     return enabled[-1] if enabled else OFF
 
 
 def casting_sessions() -> list[CastingSession]:
-    """List the sessions that cast functions, the latest last: without models, or with one that is alive."""
+    """List the sessions that cast functions and have a live model, or were given none; the latest last."""
     policies = live_policies()
     return [session for session in cast_state.sessions if session.policy in policies or not session.has_models]
 

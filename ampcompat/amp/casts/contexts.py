@@ -1,18 +1,19 @@
 """The casts of a thread: what they are, and the contexts that change them for a time.
 
-Whether casts are on is always read from autocast itself. Three contexts change that:
+Autocast's own state says whether casts are on; this module keeps no second record of it. Three contexts change it:
 
-* :class:`ForwardCasts`, in the forward of a model that casts functions,
-* :class:`CastsOff`, where nothing is cast (:func:`casts_off` in code that may be compiled, :func:`disable_casts` for
-  users),
-* :func:`restored`, for closures and backward bodies, which get the casts of another place.
+* :class:`ForwardCasts` switches casts on in the forward of a model that casts functions.
+* :class:`CastsOff` switches them off. :func:`casts_off` does so in code that may be compiled, :func:`disable_casts` is
+  for users.
+* :func:`restored` brings back the casts of an earlier moment, for closures and backward bodies.
 
-Autocast's weight cache is fatal when it outlives its use (weights never update). It is on inside the outermost forward
-of a model that casts functions, and dropped at its exit: kept over the forwards of an iteration, it would save two
-thirds of the casts of a critic that runs three times, and hide what is written through ``.data`` between them.
+Autocast has a cache of half copies of weights. A copy that outlives a change of its weight is wrong: the model would
+compute with the old weight. So the cache is on only inside the outermost forward that casts functions, and is emptied
+when that forward ends. A cache that lived for a whole iteration would save casts of models that run several times in
+it, but would hide writes through ``.data`` between two forwards.
 
-Compiled forwards see none of this module's state. Whether they are to stay without casts, too, they read from the flag
-of that cache, which has no other effect while casts are off: see the last section.
+A compiled forward cannot read this module's state. Autocast's cache flag tells it whether it must stay uncast: the flag
+has no other effect while casts are off. The section on compiled forwards, the last one here, has the details.
 """
 
 from __future__ import annotations
@@ -128,11 +129,12 @@ class CastState(Part):
     """The ambient casts of the process (see :mod:`ampcompat.amp.casts.ambience`).
 
     Attributes:
-        sessions: Sessions that cast functions, the latest last; a session whose models are gone is not listed.
-        models: Every model under amp that is alive, copies included.
-        ambient: The casts of the latest of these sessions that is in force; None where none is.
-        device_types: Where they hold: the device types of initialized models.
-        owner: The thread that they hold in, the one that called ``initialize`` last.
+        sessions: Sessions that cast functions, the latest last. A session whose models are gone leaves the list when
+            the next session comes.
+        models: Every live model under amp, copies included (``devices.ModelIndex`` leaves copies out).
+        ambient: The ambient casts: of the latest of these sessions that still casts functions. None without one.
+        device_types: Where ambient casts are on: the device types of initialized models.
+        owner: The thread that has the ambient casts: it called ``initialize`` last.
         collected_in_trace: Whether a model was collected while the compiler traced, and its casts are yet to end.
         original: Autocast's state before the first change, for undo; None while no policy casts functions.
         patches: Undo of the patches that casting needs; None while they are not installed.
@@ -297,9 +299,9 @@ def are_switched_off() -> bool:
 # looks at autocast's alone at each call, and compiles again when that has changed: whether it is on, its dtype, and the
 # flag of its cache. While casts are off nothing is cached, so that flag is free. It carries one bit:
 #
-# - as it was before amp: casts are off here, but a forward is to switch its own on;
-# - the other way round: forwards, too, are to stay without casts (``disable_casts``, a user's ``torch.autocast`` region
-#   with ``enabled=False``).
+# - as it was before amp: casts are off here, but a forward switches its own on;
+# - the other way round: forwards stay uncast, too (``disable_casts``, a user's ``torch.autocast`` region with
+#   ``enabled=False``).
 #
 # :func:`tell_compiled_forwards` writes the bit, :func:`leaves_casts_alone` reads it. So a compiled forward at O1 finds:
 #
@@ -323,8 +325,8 @@ def tell_compiled_forwards(*, to_cast: bool) -> None:
 def leaves_casts_alone(device_type: str, now: Casts) -> bool:
     """Whether a compiled forward leaves the casts of ``device_type``, which are ``now``, to the code that set them.
 
-    That code is a user's ``torch.autocast`` region, ``disable_casts`` or a forward around it. Not among them are the
-    ambient casts, and a thread in which no casts were set.
+    That code is a user's ``torch.autocast`` region, ``disable_casts`` or a forward around it. Neither ambient casts nor
+    a thread in which no casts were set are such code.
     """
     ambient = cast_state.ambient if device_type in cast_state.device_types else None
     if now.enabled:

@@ -58,7 +58,7 @@ def cast_weights(
         else:
             note_half(module, target, has_masters)
             hook(module)
-            _halve(module, target, has_masters, trained, refcount_probe)
+            _cast_module_to_half(module, target, has_masters, trained, refcount_probe)
             if not has_masters:
                 drop_masters(module)
         was_cast = [tensor.dtype for _, tensor in own_tensors(module)] != dtypes_before
@@ -104,7 +104,7 @@ def _restore(module: torch.nn.Module) -> None:
             master.retire()
 
 
-def _halve(
+def _cast_module_to_half(
     module: torch.nn.Module,
     dtype: torch.dtype,
     has_masters: bool,
@@ -115,7 +115,7 @@ def _halve(
     for name, tensor in _castable_tensors(module):
         master = _aligned_master(module, name, tensor)
         if master is not None:
-            _halve_again(tensor, master, dtype)
+            _cast_to_half_again(tensor, master, dtype)
             if not has_masters:
                 tensor.grad = None
                 master.retire()
@@ -129,7 +129,7 @@ def _halve(
             _cast_to_half(tensor, dtype)
 
 
-def _halve_again(tensor: torch.Tensor, master: Master, dtype: torch.dtype) -> None:
+def _cast_to_half_again(tensor: torch.Tensor, master: Master, dtype: torch.dtype) -> None:
     """Cast ``tensor``, which has a master, to ``dtype``: it may be float32, or the other half dtype."""
     if tensor.dtype != dtype:
         _cast(tensor, master.value.detach(), dtype)

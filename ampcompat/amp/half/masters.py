@@ -1,8 +1,11 @@
-"""Float32 masters of half tensors, and the invariant that ties the two: ``half == value.to(half.dtype)``, bitwise.
+"""Float32 masters of half tensors. The two copies are kept equal: ``half == value.to(half.dtype)``, bitwise.
 
-A master belongs to the model's tensor. Its module holds it (:class:`ampcompat.amp.half.record.HalfWeights`), so that
-deepcopy and pickle take it along; either tensor leads to it (:func:`master_of`); optimizers borrow its float32 copy.
-A float16 weight of two elements, in numbers (1.0 and 1.001 are neighbours in float16):
+A *master* ties two copies of one weight or buffer: ``half``, the model's tensor, and ``value``, a float32 parameter.
+The module that has ``half`` also holds the master (:class:`ampcompat.amp.half.record.HalfWeights`), so deepcopy and
+pickle take it along. Either copy leads to the master (:func:`master_of`). Optimizers under amp step ``value``.
+
+The copies are equal when a step has ended and when a forward begins. Three kinds of writes to ``half`` are exceptions:
+the text below the tables lists them. A float16 weight of two elements, in numbers (1.0 and 1.001 are neighbours):
 
 =====================================  ============  =============
 moment                                 half          value
@@ -31,7 +34,7 @@ attribute set on either                    has it                            has
 ``half.requires_grad`` set                 kept                              follows, at ``amp.master_params``
 parameter replaced in its module           stays, of no model; a save warns  stays with its optimizer
 replaced, and added to an optimizer        stays, of no model                stays; the new one has its own
-buffer assigned in its module              the new buffer, as it is          made anew from it, at the next save
+buffer assigned in its module              the new buffer, as it is          a new master is made at the next save
 ``model.to(device)``                       moved                             follows
 other strides (``memory_format=``)         laid out anew                     keeps its strides, for fused optimizers
 ``model.float()`` and the like             cast back                         takes the elements that differ
@@ -39,24 +42,33 @@ deepcopy, pickle                           copied                            cop
 ``initialize`` at another level            float32 again, from value         dropped
 =========================================  ================================  =======================================
 
-An element differs where ``value`` does not round to what ``half`` holds: every element that no other code wrote keeps
-its low bits.
+An element differs if ``value`` does not round to what ``half`` holds. An element that only amp wrote does not differ,
+so it keeps its low bits.
 
-To *push* is to round a master into its half weight, to *pull* is to take what was written to a half weight into its
-master, to *align* is to do whichever is due. A forward only pushes (:func:`push_written`): half weights that a script
-wrote are used unchanged. A step, a save or a copy aligns (:func:`align_written`): a weight that was written for a
-forward and written back before that keeps every bit of its master.
+Three words name what is done to the copies:
 
-Which copy was written is a fact, and nothing here reads the device for it. Writes move the version of the tensor, or
-of the tensor that its ``data`` gave out (:class:`ampcompat._torch.DataWrites`); ``half.to(...)`` moves the address of
-the half weight. A copy is written if one of these is not what it was when both copies were equal
-(:func:`half_written`, :func:`value_written`). To read ``data`` moves none of them.
+* *push*: round ``value`` into ``half``.
+* *pull*: take the elements of ``half`` that differ into ``value``.
+* *align*: push if ``value`` was written, pull if ``half`` was.
 
-Where both copies were written, the half weight counts. But a script that asks for ``data`` of one copy, while the other
-is written, gets it once that one has followed (:meth:`Master.data_of`): of writes through ``data``, the later counts.
+A forward only pushes (:func:`push_written`). A step, a save or a copy aligns (:func:`align_written`). So three kinds of
+writes to ``half`` do not reach ``value`` at once:
 
-A script may save the model in another thread than the one that trains it. So the copies of a master are compared and
-made equal under one lock (``copies_lock``), and what a save has given out is rounded by the thread that trains, at the
+* A script's write: forwards use it unchanged, and the next alignment pulls it. A weight that is changed for one forward
+  and changed back before the next step leaves its master unchanged.
+* Batch norm's write to a half buffer: torch does not tell of it, so every alignment pulls buffers.
+* A write past torch, as through numpy: only ``amp.sync_masters`` pulls it, and a step overwrites it.
+
+We know which copy was written without reading the device. A write moves the version of a tensor, or the version of
+what its ``data`` gave out (:class:`ampcompat._torch.DataWrites`); ``half.to(...)`` moves the address of ``half``. A
+master remembers all of these from the last time that both copies were equal. A copy was written if one of them has
+changed since (:func:`half_written`, :func:`value_written`). To read ``data`` changes none of them.
+
+If both copies were written, ``half`` wins. But if one copy was written and a script asks for ``data`` of the other, we
+align first, so the later write wins (:meth:`Master.data_of`).
+
+A script may save the model in one thread while another trains it. So the copies are compared and made equal under one
+lock, ``copies_lock``. What a save has handed out may be written without notice: the training thread rounds it at the
 next forward or step (:func:`align_for_save`).
 """
 
@@ -84,7 +96,7 @@ class MasterIndex(Part):
     Attributes:
         by_tensor: Masters by the id of their half tensor and of their float32 one. Check that the master found still
             holds that tensor: ids are reused.
-        by_memory: Masters by what identifies the memory of either copy; None where it is to be listed anew.
+        by_memory: Masters by what identifies the memory of either copy. None: rebuild on next use.
         by_model: Masters of a whole model, valid for one ``generation``.
         generation: Counts masters that were made, dropped or moved to another module.
     """
@@ -181,7 +193,7 @@ class Master:
         self.value.grad = None
 
     def show_gradient(self) -> None:
-        """Show ``value.grad`` in the model, rounded, where a block has hidden it and gave no other."""
+        """Show ``value.grad``, rounded, in the model if the block cleared ``half.grad`` and gave no new gradient."""
         if self.value.grad is not None and self.half.grad is None:
             self.half.grad = self.value.grad.detach().to(self.dtype)
             self.grad_shown = True
@@ -247,7 +259,10 @@ class Master:
         return self.value_data_writes
 
     def note_assigned(self, tensor: torch.Tensor) -> None:
-        """Count ``tensor`` as written: its ``data`` was assigned. What ``data`` gave out before is of no weight."""
+        """Count ``tensor`` as written: its ``data`` was assigned.
+
+        A ``data`` tensor that was handed out before no longer belongs to a weight.
+        """
         if tensor is self.half:
             self.half_data_writes = None
         elif tensor is self.value:
@@ -258,7 +273,7 @@ class Master:
         self.count_as_written(tensor)
 
     def count_as_written(self, tensor: torch.Tensor) -> None:
-        """Count ``tensor``, one of both copies, as written now: it may be, where torch does not tell."""
+        """Treat ``tensor``, one of both copies, as written: it may have been, and torch does not tell."""
         other_written = value_maybe_written([self]) if tensor is self.half else half_written([self])
         if other_written:
             align_written([self])

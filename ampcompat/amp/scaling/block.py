@@ -1,8 +1,9 @@
 """A ``scale_loss`` block from its beginning to its end, and what each event does to gradients.
 
 While a block is open, ``p.grad`` holds what its backward pass gives, multiplied by its scale. Older gradients are set
-aside in the block, and added as it ends, however it ends. Outside of blocks, gradients are never multiplied. A float32
-parameter gets gradient 2 at scale 1024; then, since the scale has grown, gradient 3 at scale 2048:
+aside in the block, and added as it ends, however it ends. Outside of blocks, ``p.grad`` is unscaled; only what
+``fully_shard`` keeps to itself between ``no_sync`` blocks stays multiplied. A float32 parameter gets gradient 2 at
+scale 1024; then, since the scale has grown, gradient 3 at scale 2048:
 
 ============================  ==========  =======================================  ==============================
 moment                        ``p.grad``  elsewhere                                by
@@ -23,12 +24,12 @@ each event does:
 ==============================  ====================================================================================
 event                           gradients
 ==============================  ====================================================================================
-block begins                    older ones are set aside; those of ``no_sync`` and ``delay_unscale`` stay, scaled
+block begins                    older ones are set aside; unaveraged and delayed ones stay, multiplied by the scale
 block ends                      new ones are unscaled, older ones added
 block ends with an overflow     the same; each optimizer that holds them skips a step
 block gives no gradient         older ones come back
-ends with ``delay_unscale``     as without it; the next block adds its own to them, and moves the scale
-ends in DDP's ``no_sync``       as without it; the next block has them averaged with its own
+ends with ``delay_unscale``     unscaled, older ones added; the next block adds to them, and moves the scale
+ends in DDP's ``no_sync``       unscaled; DDP averages them with the gradients of the next block
 block raises                    as it ends, with what the failed pass has added; the scale moves with the next block
 end of the block raises         cleared (None), older ones too
 ``step``                        used; cleared in masters

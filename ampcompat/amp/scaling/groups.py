@@ -55,7 +55,7 @@ def _is_up_to_date(optimizer: AmpOptimizer, stash: OptimizerState) -> bool:
 def follow_groups(looks_at_all: bool = False) -> None:
     """Follow the groups of all optimizers under amp where they have changed: a tensor may have gone to another.
 
-    After a call of ``initialize``, ``looks_at_all``: the weights in a group that is the same may be half now.
+    Pass ``looks_at_all=True`` after ``initialize``: a group that has not changed may hold half weights now.
 
     Blocks give gradients to every tensor of a loss, and unscale those of their own optimizers. So what comes to an
     optimizer, and no other holds, comes without a gradient where losses are scaled.

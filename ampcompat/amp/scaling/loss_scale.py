@@ -44,8 +44,9 @@ class MovingScale:
     Attributes:
         scale: 0-dim float32, made with the first loss; None before. A move changes it in place; an open block scales
             and unscales by a copy.
-        clean_passes: 0-dim int32 next to ``scale``: passes since the scale moved. None before the first loss.
-        written_scale: What the host wrote or read last: the first scale, and the truth of a scale that does not move.
+        clean_passes: 0-dim int32 next to ``scale``: passes since the scale moved, or all passes if it is static. None
+            before the first loss.
+        written_scale: What the host wrote or read last: the first scale; for a static scale, the authoritative value.
         written_clean_passes: What the host wrote last as ``clean_passes``, or has counted before the first loss.
         is_dynamic: Whether the scale moves. A static scale only counts passes.
         growth_factor: What the scale is multiplied by after enough clean passes.
@@ -112,7 +113,7 @@ class MovingScale:
         self.pending = None
         if not self.is_dynamic:
             self.last_pass = found_inf
-            self.count_clean_pass()
+            self.count_static_pass()
             return None
         flag = self.note_pass(found_inf)
         self._move(flag if pending is None else torch.maximum(flag, pending))
@@ -133,7 +134,8 @@ class MovingScale:
         """
         scale: torch.Tensor = self.scale  # type: ignore[assignment]
         clean_passes: torch.Tensor = self.clean_passes  # type: ignore[assignment]
-        # A scale that starts within the limits stays there, since each move is clamped; a new limit notes it anew.
+        # A scale that starts within the limits stays there, since each move is clamped. Setting a limit updates
+        # ``written_scale``.
         is_within_limits = self.smallest <= self.written_scale <= self.largest
         before = scale if is_within_limits else scale.clone()
         _torch.update_scale_(
@@ -160,7 +162,7 @@ class MovingScale:
         self.last_pass = flag
         return flag
 
-    def count_clean_pass(self) -> None:
+    def count_static_pass(self) -> None:
         """Count a pass that leaves the scale alone, on the device if the scale is there."""
         if self.clean_passes is None:
             self.written_clean_passes += 1

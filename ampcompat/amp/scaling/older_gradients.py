@@ -3,13 +3,13 @@
 Otherwise an overflow that is already there would count again with each pass. As in apex, two overflows in one
 accumulation halve the scale twice.
 
-Gradients of this process alone, as blocks in DDP's ``no_sync`` leave them, are not set aside. DDP averages ``p.grad``
-as a backward pass leaves it. So they stay there, multiplied by the scale, and are averaged with the new ones. An
-overflow that one process has found is inf or NaN in that average: each process finds it then, and none before, so that
+*Unaveraged* gradients, which blocks in DDP's ``no_sync`` leave, are not set aside. DDP averages ``p.grad`` as a
+backward pass leaves it. So unaveraged gradients stay there, multiplied by the scale, and are averaged with the new
+ones. An overflow in one process makes that average inf or NaN: every process finds it then, and none before, so that
 their scales stay equal.
 
-Nor are those of blocks with ``delay_unscale``: as under apex, the last block of an accumulation holds the whole sum.
-Scripts average ``p.grad`` of all ranks there by hand (UNITER, HERO).
+Gradients of blocks with ``delay_unscale`` stay in the same way. As under apex, the last block of an accumulation then
+has the whole sum in ``p.grad``, and scripts average it over all ranks there by hand (UNITER, HERO).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class OlderGradients:
                 grad = grad.clone()
             found.append((param, grad, grad._version))
         self._entries = found
-        take_sums_out_of_model(leaves.masters)
+        clear_half_gradients(leaves.masters)
         for param, _, _ in found:
             param.grad = None
 
@@ -91,7 +91,7 @@ def _refuse_written(param: torch.Tensor) -> None:
     )
 
 
-def take_sums_out_of_model(masters: list[Master]) -> None:
+def clear_half_gradients(masters: list[Master]) -> None:
     """Clear the gradients of half weights before a backward pass; the sums in their masters stay.
 
     Where a script has cleared one in the model, the sum is cleared, too.
@@ -111,11 +111,11 @@ def scale_older(leaves: Leaves, scale: torch.Tensor | None, sparse: bool) -> Non
     """Put the gradients of ``leaves`` into ``p.grad``, multiplied by the ``scale`` of a block that adds to them there.
 
     Args:
-        leaves: Whose gradients: those of this process alone, or of delayed blocks.
-        scale: Of the block; None where that is one.
-        sparse: Whether those of half weights may be sparse. torch cannot add such on the CPU.
+        leaves: The tensors whose gradients are unaveraged, or come from delayed blocks.
+        scale: The scale of the block; None where it is 1.
+        sparse: Whether to put sparse gradients into half weights too. On the CPU torch cannot add to them there.
     """
-    take_sums_out_of_model(leaves.masters)
+    clear_half_gradients(leaves.masters)
     for master in leaves.masters:
         older = master.value.grad
         if older is not None and (sparse or not older.is_sparse):
@@ -131,7 +131,7 @@ def scale_older(leaves: Leaves, scale: torch.Tensor | None, sparse: bool) -> Non
 def rescale_kept(leaves: Leaves, before: torch.Tensor | None, scale: torch.Tensor | None) -> None:
     """Bring gradients of ``leaves`` that ``fully_shard`` keeps to itself from the scale ``before`` to ``scale``.
 
-    They may be half, so that they stay multiplied outside of blocks. Where the ratio of the scales is a power of two,
+    Such gradients may be half, so they stay multiplied between blocks. Where the ratio of the scales is a power of two,
     as it is unless a script wrote one of them, no bit of a gradient in the normal range of its dtype is lost.
     """
     tensors = leaves.tensors()

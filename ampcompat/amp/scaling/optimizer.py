@@ -43,7 +43,7 @@ def step(optimizer: AmpOptimizer, original: Callable[..., Any], *args: Any, **kw
     The closure is the argument of that name, or the first one if it can be called. Anything else is passed on: a step
     of a script's own may take a loss, or more.
 
-    Host syncs: one where the flag of a dynamic scale waits; one more for each scale that the message of a skip names.
+    Host syncs: one if a dynamic scale left a flag; on a skip, one more for each scale printed.
     None with a static scale. None with an optimizer that takes ``found_inf``, except in its first step with momentum.
     """
     stash: OptimizerState = optimizer._amp_stash
@@ -236,14 +236,15 @@ def _run_replaced(stash: OptimizerState, replaced: Callable[..., Any], *args: An
 
 
 # -- methods beside these ----------------------------------------------------------------------------------------------
-#: The first two are amp's own, the others have apex's private names. apex made masters in the next two; those of amp
-#: exist since ``initialize``. Blocks never call the last two: one that a script has put in their place is not called.
+#: Methods that amp adds to an optimizer: two of its own, then five with apex's private names.
 _METHODS: dict[str, Callable[..., Any]] = {
     "_amp_prepare_masters": prepare_masters,
     "_amp_follow_step": _follow_step,
+    # apex made masters in these two. Here masters exist since ``initialize``.
     "_amp_lazy_init": follow_changes,
     "_lazy_init_maybe_master_weights": follow_changes,
     "_master_params_to_model_params": lambda optimizer: push_all(optimizer._amp_stash.leaves.masters),
+    # Blocks never call these two, so a script's replacement of one is not called.
     "_prepare_amp_backward": prepare_amp_backward,
     "_post_amp_backward": post_amp_backward,
 }

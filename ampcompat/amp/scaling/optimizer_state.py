@@ -22,17 +22,17 @@ from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session, session_state
 
 # -- an optimizer ------------------------------------------------------------------------------------------------------
-#: The scaler of blocks, and whether they overflowed: 0-dim float32 on a device, not 0 if so.
+#: A scaler, and the overflow flag of its blocks: 0-dim float32 on a device, nonzero after an overflow.
 StepFlag = tuple[LossScaler, torch.Tensor]
 #: A scaler, and the host copy of its flag and of the scale to print.
 FlagCopy = tuple[LossScaler, _torch.HostCopy]
 
 
 class DelayedOverflow(NamedTuple):
-    """Whether blocks overflowed that delay the transition of their scale.
+    """The overflow flag of blocks that delay the update of their scale.
 
     Attributes:
-        flag: As that of a :data:`StepFlag`.
+        flag: The flag, as in a :data:`StepFlag`.
         taken_before: ``taken_by_script`` of the scaler of their losses when the flag was noted.
     """
 
@@ -55,17 +55,17 @@ class OptimizerState:
         shared: Ids of the leaves that another optimizer holds, too, when groups were last looked up.
         overflows: Whether blocks since the last step overflowed, as one flag for each scaler: the next step is skipped
             if any is set, whatever the script clears before it.
-        delayed_overflows: The same of blocks that delay the transition of their scale: where the script has called
-            the scaler's ``update_scale()`` since, it decides about the step itself.
-        unaveraged: The scalers of blocks that have left gradients of this process alone (``no_sync``): they count these
-            passes when the gradients are averaged.
-        kept_scale: What gradients are multiplied by that ``fully_shard`` keeps to itself meanwhile (0-dim float32);
-            None where that is one.
-        joins_next: Whether the next block adds to the gradients that are there in ``p.grad`` (``delay_unscale``).
+        delayed_overflows: The same for blocks that delay the update of their scale. If the script has called the
+            scaler's ``update_scale()`` since, it decides about the step itself.
+        unaveraged: The scalers of blocks that have left unaveraged gradients (``no_sync``): they count these passes
+            when the gradients are averaged.
+        kept_scale: The scale of the unaveraged gradients that ``fully_shard`` keeps to itself between blocks (0-dim
+            float32); None where it is 1.
+        joins_next: Whether the next block adds its gradients to the ones in ``p.grad`` (``delay_unscale``).
         skipped: Whether the last step was skipped; None before the first step, and where the device decided.
-        undecided_steps: The flags of each step that only the device knows the outcome of, on their way to the host;
-            the oldest first.
-        device_skipped: Whether the latest of these whose outcome is known was skipped; None before the first.
+        undecided_steps: The flags of steps whose outcome only the device knows yet, on their way to the host; the
+            oldest step first.
+        device_skipped: Whether the latest step whose flags have reached the host was skipped; None before the first.
         set_aside_by_script: Gradients that a script's own copy of ``scale_loss`` has set aside: only
             ``_prepare_amp_backward`` and ``_post_amp_backward`` use it.
         known_step: The optimizer's own ``step`` attribute, as last looked up.
@@ -101,7 +101,7 @@ class OptimizerState:
         self.overflows[scaler] = flag
 
     def note_delayed_overflow(self, scaler: LossScaler, flag: torch.Tensor) -> None:
-        """Note what a block has found that delays its transition.
+        """Note the overflow flag of a block that delays its scale update.
 
         The next step is skipped if ``flag`` is set, unless the script counts the pass itself.
         """
@@ -125,7 +125,7 @@ class OptimizerState:
 
     # -- gradients -----------------------------------------------------------------------------------------------------
     def note_unaveraged(self, scaler: LossScaler, scale: torch.Tensor | None) -> None:
-        """Note that a block with ``scaler``, at ``scale``, has left gradients of this process alone."""
+        """Note that a block with ``scaler``, at ``scale``, has left unaveraged gradients."""
         self.unaveraged = list(dict.fromkeys([*self.unaveraged, scaler]))
         self.kept_scale = scale
 

@@ -24,8 +24,9 @@ class Session:
         cast_outputs: The keyword ``cast_model_outputs``.
         scalers: One per ``num_losses``.
         by_init: Whether ``amp.init`` made it.
-        has_models: Whether it was given models: its casts outside of them end with the last of these.
-        steps: Of all its optimizers, skipped ones included.
+        has_models: Whether live models used its casts when these began, so only ever True at O1 and O4. If so, its
+            ambient casts end when the last of these models is collected.
+        steps: How many steps its optimizers have made or skipped, all together.
         enabled: False where ``initialize`` was called with ``enabled=False``: it owns nothing.
         policy: How its models run.
         casting_policies: Its policy, and the policies of other sessions in which ``amp.init`` has turned function casts
@@ -71,7 +72,7 @@ class Session:
         )
 
 
-#: In blocks of optimizers that ``initialize(enabled=False)`` was given, and in handles.
+#: The session of blocks and handles for which amp is disabled (``initialize(enabled=False)``).
 DISABLED = Session(Properties())
 
 
@@ -80,7 +81,7 @@ class SessionState(Part):
     """The latest session; earlier ones are found from their optimizers.
 
     Attributes:
-        latest: That of the latest call of ``initialize``, or of ``amp.init``.
+        latest: The session of the latest call of ``initialize`` or ``amp.init``.
         loaded_scalers: Scales and clean passes that were loaded before a call of ``initialize`` with optimizers.
     """
 

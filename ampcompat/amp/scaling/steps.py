@@ -114,7 +114,8 @@ def skips_on_device(optimizer: AmpOptimizer) -> bool:
         return False
     if name not in vars(optimizer) and not hasattr(type(optimizer), name):
         return False  # a wrapper that passes on what the one inside says
-    # The host skips a step that would create the momentum buffer: torch's fused SGD leaves it uninitialised if told to.
+    # The host skips a step that would create the momentum buffer: torch's fused SGD leaves the buffer uninitialised if
+    # ``found_inf`` is set.
     for group in optimizer.param_groups:
         if not group.get("momentum"):
             continue

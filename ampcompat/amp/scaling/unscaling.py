@@ -41,12 +41,12 @@ def unscale_gradients(leaves: Leaves, found_inf: FoundInf, scale: torch.Tensor |
     """Unscale the gradients of ``leaves``, and add those of half weights to their masters'. No host sync.
 
     Args:
-        leaves: Whose gradients.
-        found_inf: Notes inf and NaN.
+        leaves: The tensors whose gradients are unscaled.
+        found_inf: Takes note of inf and NaN.
         scale: What the gradients were multiplied by; None where nothing was scaled.
 
     Returns:
-        Whether there were any.
+        Whether any leaf had a gradient.
     """
     half_gradients = {master: grad for master in leaves.masters if (grad := master.half.grad) is not None}
     masterless_grads = numbers_of_gradients(leaves.masterless)
@@ -139,10 +139,10 @@ def _coalesce(params: list[torch.Tensor]) -> list[torch.Tensor]:
 def _in_chunks(half_gradients: HalfGradients, scale: torch.Tensor | None) -> Iterable[HalfGradients]:
     """``half_gradients``, at least one, in parts whose float32 copies are made, added and freed together.
 
-    The first stands for all: nearly always they are alike, and only the peak of memory depends on it.
+    The first gradient decides for all: they are nearly always alike, and only the peak of memory depends on it.
     """
     master, grad = next(iter(half_gradients.items()))
-    copies_stay = master.value.grad is None  # as gradients of the masters, so that none is freed chunk by chunk
+    copies_stay = master.value.grad is None  # they become the masters' gradients, so that chunking would free nothing
     needs_no_copies = scale is None and grad.is_cpu
     if copies_stay or needs_no_copies:
         return [half_gradients]
