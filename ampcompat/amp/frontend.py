@@ -216,8 +216,8 @@ def _say_what_a_string_enables(enabled: str, session: Session) -> None:
     in_force = f"amp is on, at {level}" if session.enabled else "amp is off"
     say_once(
         f"enabled={enabled!r}",
-        f"amp.initialize got {enabled!r} as its third argument, which is enabled - a string is taken by its truth,"
-        f" as under apex: {in_force} - pass the level by name, opt_level=...",
+        f"amp.initialize got enabled={enabled!r} (its third argument) - a string is taken by its truth, as under apex:"
+        f" {in_force} - pass enabled=True or enabled=False, and the level by name, opt_level=...",
     )
 
 

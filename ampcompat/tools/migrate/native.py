@@ -238,7 +238,7 @@ class _Rewriting:
         """Mark a use of a class with the arguments that torch has nothing for, if these are the reason."""
         refused = refused_arguments(symbol, use.call, self.edits)
         if refused and use.name is None:
-            lacks = f"torch has no {', '.join(refused)}; keep that of ampcompat, or {_why_left(symbol)}"
+            lacks = f"torch has no {', '.join(refused)}; import it from ampcompat, or {_why_left(symbol)}"
             self.edits.mark(use.node, f"{canonical(symbol)}: {lacks}")
         else:
             self._mark_use(use.node, symbol)
@@ -373,7 +373,7 @@ def _why_left(symbol: str) -> str:
         name = symbol.rpartition(".")[2]
         return f"it is {NAME}.{name}" if has(name) else INSTEAD.get(name, f"{NAME} does not have it")
     known = verdict(symbol)
-    of_ampcompat = "torch has nothing of the same meaning; keep that of ampcompat"
+    of_ampcompat = "torch has nothing of the same meaning; import it from ampcompat"
     return advice(symbol) or (known.note if known.verdict == UNSUPPORTED else of_ampcompat)
 
 

@@ -16,9 +16,9 @@ TUNING = (
 )  # fmt: skip
 #: Why what has no counterpart is left.
 ADVICE = {
-    "apex.parallel.LARC": "torch has no LARC; keep that of ampcompat, or take another optimizer",
-    "apex.optimizers.FusedLAMB": "torch has no LAMB; keep that of ampcompat, or take another optimizer",
-    "apex.optimizers.FusedNovoGrad": "torch has no NovoGrad; keep that of ampcompat, or take another optimizer",
+    "apex.parallel.LARC": "torch has no LARC; import it from ampcompat, or take another optimizer",
+    "apex.optimizers.FusedLAMB": "torch has no LAMB; import it from ampcompat, or take another optimizer",
+    "apex.optimizers.FusedNovoGrad": "torch has no NovoGrad; import it from ampcompat, or take another optimizer",
     "apex.optimizers.FusedAdam": "use torch.optim.AdamW, or Adam for adam_w_mode=False; apex's weight_decay is 0",
     "apex.optimizers.FusedSGD": "use torch.optim.SGD",
     "apex.optimizers.FusedAdagrad": "use torch.optim.Adagrad",

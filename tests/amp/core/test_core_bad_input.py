@@ -530,7 +530,7 @@ def test_what_is_true_in_the_place_of_enabled_enables(enabled, rest, level, caps
         assert printed.err == ""
     else:
         (line,) = printed.err.splitlines()
-        assert f"got {enabled!r} as its third argument, which is enabled" in line
+        assert f"got enabled={enabled!r} (its third argument)" in line
         assert f"amp is on, at {level}" in line
 
 

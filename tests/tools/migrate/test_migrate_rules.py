@@ -277,7 +277,7 @@ def test_the_word_apex_is_not_marked(line, target):
 )
 def test_an_argument_that_torch_does_not_have_is_named_once(code, line):
     message = (
-        "apex.optimizers.FusedAdam: torch has no bias_correction=False; keep that of ampcompat, or use"
+        "apex.optimizers.FusedAdam: torch has no bias_correction=False; import it from ampcompat, or use"
         " torch.optim.AdamW, or Adam for adam_w_mode=False; apex's weight_decay is 0"
     )
     todos = migrate_source(code, "native").todos
