@@ -188,9 +188,9 @@ def test_gradients_of_any_dtype_are_unscaled_and_checked(dtype):
 def test_complex_gradients_that_are_conjugated_in_the_reading_are_unscaled():
     scaler = LossScaler("dynamic", init_scale=4.0)
     scaler.copy_on(CPU)
-    grad = torch.full((3,), 8.0 + 4.0j).conj()
-    scaler.unscale_grads([grad])
-    assert grad.tolist() == [2.0 - 1.0j] * 3
+    memory = torch.full((3,), 8.0 + 4.0j)
+    scaler.unscale_grads([memory.conj()])
+    assert memory.tolist() == [2.0 + 1.0j] * 3
 
 
 def test_a_scaler_that_refuses_a_state_keeps_its_own():
