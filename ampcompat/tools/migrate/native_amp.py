@@ -355,12 +355,10 @@ def scale_loss(
     try:
         yield loss.float() * block.scale
     except BaseException as error:
-        _end(block, moves_scale=False, has_failed=True)
+        _end(block, moves_scale=False, joins_next=delay_unscale, has_failed=True)
         _explain_dtypes(error)
         raise
-    _end(block, moves_scale=not (delay_unscale or delay_overflow_check))
-    for optimizer in block.optimizers:
-        optimizer._amp_stash.joins_next = delay_unscale
+    _end(block, moves_scale=not (delay_unscale or delay_overflow_check), joins_next=delay_unscale)
 
 
 def _explain_dtypes(error: BaseException) -> None:
@@ -419,7 +417,7 @@ def _set_aside(params: Iterable[Any]) -> list[_Older]:
     return [_Older(param, param.grad, param.grad._version, value) for param, value in zip(there, values)]
 
 
-def _end(block: _Block, moves_scale: bool, has_failed: bool = False) -> None:
+def _end(block: _Block, moves_scale: bool, joins_next: bool, has_failed: bool = False) -> None:
     """End a block; where that raises, as without memory, clear its gradients: some may be scaled still."""
     if not block.params:
         return
@@ -433,6 +431,9 @@ def _end(block: _Block, moves_scale: bool, has_failed: bool = False) -> None:
     finally:
         for param in block.params:
             del param._amp_block
+    if joins_next or any(optimizer._amp_stash.joins_next for optimizer in _amp_state.optimizers):
+        for optimizer in _holders(block):
+            optimizer._amp_stash.joins_next = joins_next
     if _is_unaveraged(block.params, has_failed):
         for optimizer in block.optimizers:
             optimizer._amp_stash.unaveraged[block.scaler] = None
@@ -473,11 +474,15 @@ def _count(block: _Block, has_overflow: bool, moves_scale: bool) -> None:
             scaler.update(has_overflow)
         else:
             scaler.leave_to_next(has_overflow)
-    if not has_overflow:
-        return
-    for optimizer in _amp_state.optimizers:
-        if not block.params.keys().isdisjoint(_params_of([optimizer])):
+    if has_overflow:
+        for optimizer in _holders(block):
             optimizer._amp_stash.overflows.update(scalers)
+
+
+def _holders(block: _Block) -> list[Any]:
+    """Return the optimizers that hold a parameter of a block."""
+    optimizers = list(_amp_state.optimizers)
+    return [one for one in optimizers if not block.params.keys().isdisjoint(_params_of([one]))]
 
 
 def _is_unaveraged(params: dict[Any, None], has_failed: bool) -> bool:
